@@ -203,6 +203,11 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     return shared
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Sets the version counter of a tensor, and so of its views and of what it is a view of."""
+    _unsafe_set_version_counter((tensor,), (version,))
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Returns the storage of ``tensor``; ``None`` for one that has none, such as a sparse tensor."""
     return tensor.untyped_storage() if torch._C._has_storage(tensor) else None

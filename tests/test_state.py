@@ -129,10 +129,22 @@ def test_a_large_buffer_that_does_not_move_is_not_copied() -> None:
     module.register_buffer("large", torch.zeros(1 << 16))
     state = ModuleState([module])
     for _ in range(2):
-        assert [copied.numel() for copied in call(state, lambda: None).copies.values()] == [3]
+        assert [copied.numel() for copied in call(state, lambda: None).copies.values()] == [3, 2]
     after = call(state, lambda: None)
     assert not any(has_changed(after, index) for index in after.copies)
     assert state.mutated(call(state, lambda: module.large.add_(1))) == "`large` of its Holder"
+
+
+def test_a_large_buffer_that_the_first_call_modifies_is_copied_from_then_on() -> None:
+    module = Holder()
+    module.register_buffer("large", torch.zeros(1 << 16))
+    state = ModuleState([module])
+    for count in range(3):
+        call_state = call(state, lambda: module.large.add_(1))
+        assert state.mutated(call_state) is None
+        with in_place(state, call_state):
+            assert module.large[0] == count
+        assert module.large[0] == count + 1
 
 
 def test_a_later_call_that_edits_its_argument_compares_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,14 +206,23 @@ def test_parameters_are_those_of_the_original_forward() -> None:
     assert module.weight is own
 
 
-def test_flags_that_a_first_call_sets_up_stay_set_up() -> None:
+def test_what_a_recomputation_sets_up_is_gone_with_it() -> None:
+    """As Transformers installs hooks in the first call, and notes that in a flag: a recomputation does so again."""
     module = Holder()
-    module.is_ready, module.hooks = False, None
+    module.is_ready, module.handle = False, None
     state = ModuleState([module])
-    call_state = call(state, lambda: module.__dict__.update(is_ready=True, hooks=object()))
-    with in_place(state, call_state):
-        assert module.is_ready
-        assert module.hooks is not None
+
+    def set_up() -> None:
+        assert not module.is_ready
+        module.is_ready, module.handle = True, module.register_forward_hook(print)
+
+    call_state = call(state, set_up)
+    hooks, handle = dict(module._forward_hooks), module.handle
+    for _ in range(2):
+        with in_place(state, call_state):
+            assert not module._forward_hooks
+            set_up()
+        assert (dict(module._forward_hooks), module.handle) == (hooks, handle)
 
 
 class Argument:

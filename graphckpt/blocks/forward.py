@@ -18,7 +18,6 @@ from graphckpt._compat import is_transformed
 from graphckpt._compat_compiler import constant_in_graphs, is_exporting, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.execution import innermost, running
 from graphckpt.engine.objects import replaced
 from graphckpt.engine.saved import joined_blocks
@@ -318,12 +317,10 @@ class BlockForward(ForwardWrapper):
 
     def install(self) -> None:
         self._is_on = True
-        policy_changes.number += 1  # recomputations compare it with that of their call: see `_put_attributes`
         super().install()
 
     def uninstall(self) -> None:
         self._is_on = False
-        policy_changes.number += 1
         super().uninstall()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.engine.attributes import Modes
-from graphckpt.engine.call_state import ModuleState
+from graphckpt.engine.call_state import Modes, ModuleState
 from graphckpt.engine.sampling import CallSampler
 from graphckpt.errors import warn_once
 from graphckpt.stores.base import DeviceStore, TensorGroup

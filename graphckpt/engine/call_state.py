@@ -1,698 +1,534 @@
 """Copies the call state: what a call of a block, or its caller until backward, can change beside its outputs.
 
-Before a call, the state of the block's modules is copied; for the recomputation, the copy is put in place; after it,
-what was there is put back. Tensors that can change are cloned, so that the recomputation modifies clones alone.
-
-The first call in each mode copies all and compares afterwards: see Note [What a first call teaches] in
-:mod:`graphckpt.engine.block`. Later calls read the attributes of the modules, and copy the containers in them, small
-buffers, the statistics of norms, and what has changed in the first call. Modifications of other tensors are seen by
-their version counters, and refused.
-
-A later call touches as little memory as it can, in C: between the kernels of a model, none of it is in a cache, so that
-the same work takes five times as long as in a loop. What has not changed is compared by identity, and not copied.
-
-RNG states, autocast and the other settings of a thread are the subject of :mod:`graphckpt.thread_state`.
+The same is copied in every call, so that a call may begin to do anything that earlier ones did not: see Note [What every
+call copies]. RNG states, autocast and other settings of a thread are the subject of :mod:`graphckpt.thread_state`.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain, starmap
+from dataclasses import dataclass
+from itertools import chain, islice, starmap
 from operator import is_, itemgetter
-from types import SimpleNamespace
-from typing import Any, Final, final
+from types import BuiltinFunctionType, ModuleType
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from graphckpt.engine.attributes import (
-    OWN,
-    Attribute,
-    AttributeLayout,
-    Fields,
-    Modes,
-    Reached,
-    Values,
-    attribute_names,
-    holds_results,
-    is_plain_value,
-    number_names,
-)
+from graphckpt._compat import global_forward_hooks, set_version, storage_of
 from graphckpt.engine.clones import (
     ScriptedModules,
     ScriptedValue,
-    clones_of,
     has_plain_values,
-    is_plain,
+    is_clonable,
+    is_like,
     is_sharding,
     is_small,
-    memory_of_several,
-    read_versions,
-    tensors_and_children,
-    without_history,
 )
 from graphckpt.engine.objects import (
-    ABSENT,
-    CONTAINERS,
-    Collector,
-    Edit,
-    HookCopies,
-    ModuleHooks,
+    CODE,
+    ObjectCopy,
     Objects,
-    attribute_of,
-    changed_keys,
     changed_tensors,
     copy_objects,
     differs,
-    empty_like,
-    holds_tensors,
-    is_plain_container,
-    may_reach,
-    put_collectors,
+    find_copied,
+    is_plain_data,
+    layout_of_type,
     restore,
-    set_or_remove,
-    sets_up,
     swap,
+    version_of,
     with_stand_ins,
+    without_history,
     without_tensors,
 )
 from graphckpt.thread_state import rng_devices
-from graphckpt.tree import tensors_in
+from graphckpt.tree import ATOMS, tensors_in
 from graphckpt.undo import Undo
 
-_NORMS = nn.modules.batchnorm._NormBase
-_mode = itemgetter("training")
-_NONE: frozenset[int] = frozenset()
-_MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
+# Note [What every call copies]
+#
+#   subject                            by `take`, before the call         by `put_in_place`, for the recomputation
+#   attributes of a module             copies its `__dict__`              a copy of that is its `__dict__`: whatever the
+#                                                                         recomputation sets is gone with it
+#   its buffers, by name; its forward  copies these dicts                 likewise
+#   hooks
+#   its parameters, by name            likewise                           its own dict, with these parameters: FSDP
+#                                                                         exchanges them while a recomputation runs
+#   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
+#   object in an attribute                                                one if it is gone, or replaced by another
+#   what these reach                   copies the contents, one level     the same objects, with these contents
+#                                      deep each
+#   small buffers and tensors in       clones them                        their values are exchanged in place, so that
+#   attributes, statistics of norms                                       views, strides and identity stay
+#   other tensors                      reads their versions               nothing: a modification is refused
+#   `requires_grad` of a parameter     reads it                           sets it
+#
+# `undo` puts back what was there: the `__dict__` objects themselves, contents, values and version counters. The module
+# objects stay, since compiled code, FSDP and wrappers know them.
+#
+# Two things are learnt. A first call in each combination of train and eval modes clones large tensors too, and later
+# ones those that it has modified (`_moved`). And modules of PyTorch's that hold numbers alone, as nearly all do, are
+# not looked into (`_users`).
 
-_SET_UP: Final = object()
-"""Stands for the value of an attribute that a call has set up, which a recomputation leaves as it is."""
+Fields: TypeAlias = dict[str, Any]
+"""``module.__dict__``."""
+Modes: TypeAlias = tuple[bool | None, ...]
+"""Whether each module of a block is in training mode; ``None`` for one that asks the module that it wraps."""
 
-policy_changes = SimpleNamespace(number=0)
-"""Counts how often a policy was put on a module or taken off."""
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Scope:
-    """The copies of later calls in these train and eval modes: Note [Attributes in later calls] in attributes.py."""
-
-    names: list[Attribute]
-    """The attributes that are tensors."""
-    copied: list[int]
-    """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
-    objects: list[tuple[int, str, bool]]
-    """The attributes that are containers, or are copied with all objects that they reach, and whether they are so."""
-    shares_memory: bool
-    """Whether some of ``copied`` share memory, as an attribute does that is a view of a buffer."""
-    open: list[Attribute]
-    """The attributes that may hold an object with tensors in a later call."""
+_OWN: Final = [*nn.Module().__dict__]
+_OWN_NAMES: Final = frozenset(_OWN)
+_HOOKS: Final = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+_NUMBERS: Final = ATOMS - {type(None)}  # what is `None` may become anything
+hooks_of: Final = itemgetter(*_HOOKS[:4])  # the others are notes about these
+_NORMS: Final = nn.modules.batchnorm._NormBase
+_MAX_REACHED: Final = (
+    256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
+)
+_GLOBAL_HOOKS: Final = [*chain.from_iterable(global_forward_hooks())]  # of `register_module_forward_hook`
+_set_attribute: Final = object.__setattr__  # `nn.Module.__setattr__` looks for parameters
 
 
 @final
 @dataclass(slots=True, eq=False)
 class CallState:
-    """The state before a call, of which :meth:`ModuleState.finish` leaves what the recomputation needs."""
+    """The state before a call."""
 
-    # With tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
-    fields: Fields
-    """Of the modules; nothing after the call."""
+    fields: list[Fields]
+    """Of each module, as copies."""
     modes: Modes
     is_first: bool
-    """Whether it is a first call, which copies all."""
+    """Whether it is a first call, which clones all tensors."""
     tensors: tuple[Any, ...]
-    """Parameters, then buffers, then the attributes ``names``, as hooks and recurrent layers set them: all indices
-    count so, and those from ``len(ModuleState._slots)`` on are attributes."""
+    """Parameters, then buffers, then tensors in attributes: all indices count so."""
     versions: tuple[int, ...]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
-    names: list[Attribute]
-    """Of the attributes in ``tensors``."""
-    layout: AttributeLayout
-    plain: Values
-    """Values that the readers ``layout.plain`` have read."""
-    others: Values
-    """Values that the readers ``layout.others`` have read; nothing after the call."""
-    reached: list[Reached]
-    """Nothing after the call."""
-    policy_changes: int
-    scope: _Scope
-    """The copies that later calls make."""
     trainable: tuple[bool, ...]
     """``requires_grad`` of each parameter."""
-    hooks: list[HookCopies]
+    object_copies: list[tuple[int, str, ObjectCopy]]
+    """Of containers and objects in attributes: number of the module, name of the attribute."""
+    objects: Objects
+    """The contents of what these reach, and the versions of the tensors in them."""
+    with_history: dict[int, tuple[int, str]]
+    """Which of ``tensors`` are attributes that have a history: number of the module, name."""
     scripted: list[ScriptedValue]
-    exchanged: list[tuple[int, str, Any]] = field(default_factory=list)
-    """Attributes that the call has changed, or that are containers, with the values that they had before it."""
-    objects: list[Objects] = field(default_factory=list)
-    """The contents before the call of the objects that attributes reach."""
-    collectors: list[Collector] = field(default_factory=list)
-    changed: frozenset[int] = _NONE
-    """The ids of the modules' ``__dict__`` that the call has changed."""
-    changed_tensors: Sequence[torch.Tensor] = ()
+    modules: list[weakref.ref[nn.Module]]
+    changed_tensors: list[torch.Tensor]
     """Tensors that the call has modified in place and only a container or an object holds: no copy of them exists."""
-    left_alone: frozenset[int] = _NONE
-    """Of ``copies``, those of tensors that the call has not modified, as far as version counters show."""
+
+    def changed_modules(self) -> set[int]:
+        """Returns the ids of the modules of which attributes, or what these reach, differ from what they were."""
+        live = _fields_of(self.modules)
+        changed = {
+            at
+            for at, (now, then) in enumerate(zip(live, self.fields, strict=True))
+            if now.keys() != then.keys()
+            or any(now[key] is not then[key] for key in now if key not in _OWN_NAMES and type(then[key]) is not _Copied)
+        }
+        changed.update(at for at, key, copied in self.object_copies if copied.differs_from(live[at].get(key)))
+        if any(starmap(differs, self.objects)):  # which module reaches it is not noted
+            changed.update(range(len(live)))
+        return {id(self.modules[at]()) for at in changed}
+
+
+class _Copied:
+    """Stands in ``CallState.fields`` for a container or an object, which is among the ``object_copies``."""
+
+
+@final
+class _Attributes:
+    """What attributes of modules hold before a call."""
+
+    __slots__ = ("_copy_of", "objects", "reached", "tensors", "versions", "with_history")
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self.tensors = tensors
+        self.with_history: dict[int, tuple[int, str]] = {}
+        self.objects: list[tuple[int, str, ObjectCopy]] = []
+        self.versions: Objects = []
+        """Of the tensors that these objects hold."""
+        self.reached: list[Any] = []
+        """What else they hold; and generators, arrays, tuples and methods, none of which comes to hold an output."""
+        self._copy_of: dict[int, ObjectCopy] = {}  # by id: a config is in many modules
+
+    def tensor(self, module: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Takes a tensor; returns it without its history, since it must not hold an earlier graph."""
+        if isinstance(value, nn.Parameter) or is_lazy(value):
+            return value
+        if value.grad_fn is not None:
+            self.with_history[len(self.tensors)] = module, name
+            value = without_history(value)
+        self.tensors.append(value)
+        return value
+
+    def object(self, module: int, name: str, value: Any) -> Any:
+        """Takes any other value, but a plain one; what it returns does not hold it, if an output may come into it."""
+        is_function = isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
+        if is_function or layout_of_type(type(value)).is_closed:  # type: ignore[arg-type]
+            return value
+        copied = self._copy_of.get(id(value))
+        if copied is None:
+            copied = ObjectCopy.of(value)
+            if copied is None:
+                self.reached.append(value)
+                return without_history(value)
+            self._copy_of[id(value)] = copied
+            for item in copied.items():
+                if isinstance(item, torch.Tensor):
+                    self.versions.append((item, version_of(item)))
+                elif type(item) not in ATOMS:
+                    self.reached.append(item)
+        self.objects.append((module, name, copied))
+        return _COPIED
+
+
+_COPIED: Final = _Copied()
 
 
 @final
 class ModuleState:
+    """Takes the state of the modules of a block before its calls, and puts it in place."""
+
     __slots__ = (
-        "_changed", "_children", "_empty", "_ends", "_fields_below", "_freed", "_hooks", "_inert", "_keys", "_layout",
-        "_modules", "_moved", "_num_parameters", "_owners", "_plain_copies", "_roots", "_scopes", "_scripted", "_sizes",
-        "_slots", "_tensor_names", "_users", "host_rng_modes", "is_lazy",
+        "_children", "_copied", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_scripted",
+        "_scripted_parameters", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        members = list(modules)
-        self._modules = [weakref.ref(m) for m in members]
-        # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once. What
-        # is below it is held by its `_modules` anyway.
-        child_ids = {id(child) for m in members for child in m._modules.values()}
-        self._fields_below = [m.__dict__ if id(m) in child_ids else None for m in members]
-        self._roots = [(at, weakref.ref(m)) for at, m in enumerate(members) if id(m) not in child_ids]
-        self._users = frozenset([at for at, m in enumerate(members) if not type(m).__module__.startswith("torch.")])
-        """The modules whose class is not PyTorch's, by number."""
+        members = [*modules]
+        scripted = [module for module in members if isinstance(module, ScriptModule)]
+        self._scripted = ScriptedModules(scripted)
+        self._scripted_parameters = [
+            tensor for module in scripted for tensor in dict(module._parameters.items()).values()
+        ]
+        members = [module for module in members if not isinstance(module, ScriptModule)]
+        # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
+        self._modules = [weakref.ref(module) for module in members]
         self._freed: list[Any] = []  # of the modules, which append themselves when they are freed
-        self._ends = [weakref.ref(m, self._freed.append) for m in members]
-        dicts = [tensors_and_children(m) for m in members]
-        children = [each for *_, each in dicts if each]
+        self._ends = [weakref.ref(module, self._freed.append) for module in members]
+        children = [module._modules for module in members]
         # Ids: to hold the children would make cycles.
         self._children = children, [id(child) for each in children for child in each.values()]
-        self._empty = [each for three in dicts for each in three if not each]
-        parameters = [each for each, *_ in dicts if each]
-        owners = [*parameters, *(each for _, each, _ in dicts if each)]
-        self._owners = owners
-        self._sizes = [*map(len, owners)]
-        self._keys = [*chain.from_iterable(owners)]
-        self._slots: list[tuple[dict[str, Any], str]] = [(owner, key) for owner in owners for key in owner]
-        self._num_parameters = sum(map(len, parameters))
-        self._hooks = ModuleHooks(members)
-        self._scripted = ScriptedModules(members)
-        self._inert: dict[Attribute, weakref.ref[Any]] = {}
-        """Objects in attributes that reach no tensors, so that calls need not look into them."""
-        self._plain_copies: dict[tuple[int, str, bool], Reached] = {}
-        self._scopes: dict[Modes, _Scope] = {}
-        self._changed: set[int] = set()
-        """The modules of PyTorch's of which a first call has changed attributes, or which have tensors among them."""
-        self._layout = AttributeLayout([], [], [], frozenset(), [])
+        self._sizes: list[int] = []  # how many attributes each module had when `_look` was called, PyTorch's own too
+        self._users: list[tuple[int, int]] = []
+        """The modules whose attributes are looked into, and how many of PyTorch's own they begin with."""
+        self._copied: dict[Modes, tuple[int, Sequence[int]]] = {}
+        """How many tensors there are, and which of them later calls clone, where a first call has shown it."""
+        self._moved: dict[Modes, set[tuple[int, str, str]]] = {}
+        """Tensors that calls modify in place: number of the module, ``"_buffers"`` or ``""``, name."""
+        self._large: dict[int, weakref.ref[Any]] = {}  # objects in attributes that reach more than `_MAX_REACHED`
+        self._last: tuple[list[Any], Objects] = [], []  # the last copy of plain data, which serves while it is the same
         self.is_lazy = any(map(is_lazy, self.tensors()))  # whether a call will give parameters shapes and values
-        # Attributes that are tensors, and of them those that calls modify in place, or may: sums begin as `None`.
-        self._tensor_names, self._moved = set[Attribute](), set[Attribute]()
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
 
     def is_stale(self) -> bool:
-        """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
+        """Whether a submodule was added, removed or replaced since, as adapters do."""
         children, ids = self._children
-        return self.is_lazy or not (
-            [*chain.from_iterable(self._owners)] == self._keys
-            and [*map(len, self._owners)] == self._sizes
-            and [*map(id, chain.from_iterable(map(dict.values, children)))] == ids
-            and not self._freed  # a new child may have got the memory, and so the id, of one that is gone
-            and not any(self._empty)
-        )
+        # A new child may have got the memory, and so the id, of one that is gone.
+        is_same = [*map(id, chain.from_iterable(map(dict.values, children)))] == ids and not self._freed
+        return self.is_lazy or not is_same
 
-    def attribute_ids(self) -> set[int]:
-        return set(map(id, self._fields()))
+    def ids(self) -> set[int]:
+        """Returns the ids of the modules."""
+        return {id(ref()) for ref in self._modules}
 
-    def buffers(self) -> dict[int, tuple[dict[str, Any], str]]:
-        """Returns where the buffers are, by their ids."""
-        places = self._slots[self._num_parameters :]
-        return {id(t): (owner, key) for owner, key in places if (t := owner.get(key)) is not None}
+    def buffers(self) -> dict[int, tuple[weakref.ref[nn.Module], str]]:
+        """Returns where the buffers are, by their ids: a reference to the module, and the name."""
+        return {
+            id(tensor): (ref, key)
+            for ref, fields in zip(self._modules, _fields_of(self._modules), strict=True)
+            for key, tensor in fields["_buffers"].items()
+            if tensor is not None
+        }
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
+        live = _fields_of(self._modules)
+        own = (tensor for fields in live for name in ("_parameters", "_buffers") for tensor in fields[name].values())
+        return [tensor for tensor in chain(own, self._scripted_parameters) if tensor is not None]
 
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
         return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
 
-    def _fields(self) -> Fields:
-        fields: Any = self._fields_below.copy()
-        for at, ref in self._roots:
-            root = ref()
-            fields[at] = {} if root is None else root.__dict__
-        return fields  # type: ignore[no-any-return]
+    # ---- before a call
 
-    def take(self, *, is_nested: bool = False) -> CallState:
-        """Copies the present state: all of it before the first call in these modes, for :meth:`finish` to compare.
-
-        ``is_nested`` says that a block around is being recomputed, for which the policies of its forward are in place.
-        """
-        fields = self._fields()
-        modes = _modes(fields)
-        scope = self._scopes.get(modes)
-        is_first = scope is None
-        layout = self._layout
-        if is_first:
-            layout = AttributeLayout.of(fields, map(attribute_names, fields), range(len(fields)))
-        plain, others = _read(layout, fields)
-        # An attribute was added or removed since, or one that was `None` is an object now.
-        if [*map(len, fields)] != layout.sizes or [
-            *map(type, chain.from_iterable(plain + others if others else plain))
-        ] != layout.kinds:
-            layout = self._renew_layout(fields)
-            plain, others = _read(layout, fields)
-        scope = scope or self._scope_of_all(fields)
-        tensors = self._tensors()
-        trainable = _trainable(tensors[: self._num_parameters])
-        if scope.names:
-            tensors += tuple([without_history(fields[at].get(key)) for at, key in scope.names])
-        reached: list[Reached] = []
-        if scope.objects:
-            reached = [self._reach(at, key, fields[at].get(key), is_deep=is_deep) for at, key, is_deep in scope.objects]
-        if scope.open:
-            reached += self._objects_with_tensors(scope.open, fields)
+    def take(self) -> CallState:
+        """Copies the present state."""
+        fields = [*map(dict.copy, _fields_of(self._modules))]
+        modes = tuple([each.get("training") for each in fields])
+        parameters: list[Any] = []
+        buffers: list[Any] = []
+        for each in fields:
+            if each["_parameters"]:
+                each["_parameters"] = own = each["_parameters"].copy()
+                parameters += own.values()
+            if each["_buffers"]:
+                each["_buffers"] = own = each["_buffers"].copy()
+                buffers += own.values()
+            if any(hooks_of(each)):
+                for name in _HOOKS:
+                    each[name] = each[name].copy()
+        parameters += self._scripted_parameters
+        tensors = [*parameters, *buffers]
+        attributes = _Attributes(tensors)
+        self._take_attributes(fields, attributes)
+        objects = self._reach(attributes.reached) if attributes.reached else []
+        if attributes.versions or any(_GLOBAL_HOOKS):
+            objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
+        num_tensors, copied = self._copied.get(modes, (None, ()))
+        if num_tensors is None:
+            copied = range(len(parameters), len(tensors))
+        elif num_tensors != len(tensors):  # buffers or attributes have come or gone
+            _, copied = self._copied[modes] = len(tensors), self._choose(fields, modes, len(parameters), tensors)
         return CallState(
-            fields,
-            modes,
-            is_first,
-            tensors,
-            read_versions(tensors),
-            clones_of(tensors, scope.copied, shares_memory=scope.shares_memory) if scope.copied else {},
-            scope.names,
-            layout,
-            plain,
-            others,
-            reached,
-            # -1 differs from any number: the block around takes the present forwards away, and does not count that.
-            -1 if is_nested else policy_changes.number,
-            scope,
-            trainable,
-            self._hooks.copies() if any(self._hooks.all) else [],
-            self._scripted.take() if self._scripted.attributes else [],
+            fields=fields,
+            modes=modes,
+            is_first=num_tensors is None,
+            tensors=tuple(tensors),
+            versions=_read_versions(tensors),
+            copies={at: each.detach().clone() for at in copied if is_clonable(each := tensors[at])} if copied else {},
+            trainable=tuple([each is not None and each.requires_grad for each in parameters]),
+            object_copies=attributes.objects,
+            objects=objects,
+            with_history=attributes.with_history,
+            scripted=self._scripted.take() if self._scripted.attributes else [],
+            modules=self._modules,
+            changed_tensors=[],
         )
 
-    def _tensors(self) -> tuple[Any, ...]:
-        """Returns what is in the slots. The keys are those of the slots, as :meth:`is_stale` has shown."""
-        return tuple(chain.from_iterable(map(dict.values, self._owners)))
+    def _take_attributes(self, fields: list[Fields], attributes: _Attributes) -> None:
+        """Takes the attributes that may change, and puts into ``fields`` what stands for them."""
+        if [*map(len, fields)] != self._sizes:
+            self._look(fields)
+        for at, num_own in self._users:
+            own = fields[at]
+            for key, value in islice(own.items(), num_own, None):
+                if type(value) in ATOMS or isinstance(value, CODE) or (not num_own and key in _OWN_NAMES):
+                    continue
+                own[key] = (attributes.tensor if isinstance(value, torch.Tensor) else attributes.object)(at, key, value)
 
-    def _renew_layout(self, fields: Fields) -> AttributeLayout:
-        """Notes which attributes are tensors, plain values and objects, once some have come or have another type."""
-        complete = self._users.union(self._changed, [at for at, owner in enumerate(fields) if "forward" in owner])
-        names = [attribute_names(owner) if at in complete else number_names(owner) for at, owner in enumerate(fields)]
-        self._layout = AttributeLayout.of(fields, names, complete)
-        num_slots = len(self._slots)
-        tensors = [(at, key) for at, keys in enumerate(names) for key in keys if is_plain(fields[at][key])]
-        self._moved.update(t for t in tensors if t not in self._tensor_names and is_small(fields[t[0]][t[1]]))
-        self._tensor_names.update(tensors)
-        for scope in self._scopes.values():  # attributes have other indices now: their positions in the new `names`
-            scope.names = tensors
-            scope.copied = [index for index in scope.copied if index < num_slots]
-            scope.copied += [index for index, name in enumerate(tensors, num_slots) if name in self._moved]
-            self._open(scope, fields)
-        return self._layout
+    def _look(self, fields: list[Fields]) -> None:
+        """Notes the modules that may have other attributes than numbers."""
+        self._sizes, self._users = [*map(len, fields)], []
+        for at, (ref, own) in enumerate(zip(self._modules, fields, strict=True)):
+            num_own = len(_OWN) if [*islice(own, len(_OWN))] == _OWN else 0
+            values = islice(own.values(), num_own, None)
+            is_users = not type(ref()).__module__.startswith("torch.")
+            if is_users or not num_own or not all(type(value) in _NUMBERS for value in values):
+                self._users.append((at, num_own))
 
-    def _reach(self, at: int, key: str, value: Any, *, is_deep: bool) -> Reached:
-        """Copies the contents of the objects that an attribute reaches.
+    def _choose(self, fields: list[Fields], modes: Modes, num_parameters: int, tensors: Sequence[Any]) -> list[int]:
+        """Returns the tensors that later calls clone: small ones, statistics that move, and what was modified."""
+        places = self._moved.get(modes, ())
+        moved = {id(tensor) for place, tensor in self._places(fields) if place in places}
+        # The kernel of a norm writes its statistics without a new version, so that they always count as changed.
+        for ref, own in zip(self._modules, fields, strict=True):
+            if own["_buffers"] and own["training"] and isinstance(ref(), _NORMS):
+                moved.update(map(id, own["_buffers"].values()))
+        return [at for at in range(num_parameters, len(tensors)) if id(tensors[at]) in moved or is_small(tensors[at])]
 
-        A copy of plain values alone, such as those of a config, serves later calls until some change: to compare them
-        takes a tenth of the time.
-        """
-        last = self._plain_copies.get((at, key, is_deep))
-        if last is not None and last.value is value and not any(starmap(differs, last.objects)):
-            return last
-        objects = copy_objects([value], deeply=is_deep)
-        is_plain_data = is_plain_container(objects)
-        reached = Reached(at, key, value, objects, is_plain_data or holds_tensors(objects))
-        if is_plain_data:
-            self._plain_copies[at, key, is_deep] = reached
-        return reached
+    def _places(self, fields: list[Fields]) -> Iterator[tuple[tuple[int, str, str], Any]]:
+        for at, own in enumerate(fields):
+            yield from (((at, "_buffers", key), tensor) for key, tensor in own["_buffers"].items())
+            yield from (((at, "", key), value) for key, value in own.items() if isinstance(value, torch.Tensor))
 
-    def _objects_with_tensors(self, open_attributes: Iterable[Attribute], fields: Fields) -> Iterator[Reached]:
-        """Yields the attributes that are objects which reach tensors: those are inputs, like those of an argument."""
-        for at, key in open_attributes:
-            value = fields[at].get(key)
-            inert = self._inert.get((at, key))
-            if value is None or (inert is not None and inert() is value) or not may_reach(value):
-                continue
-            reached = self._reach(at, key, value, is_deep=True)
-            if len(reached.objects) <= _MAX_REACHED and reached.is_held:
-                yield reached
-            else:
-                self._note_inert(at, key, value)
+    def _reach(self, values: list[Any]) -> Objects:
+        """Copies the contents of all that ``values`` reach, but of what is a part of the program."""
+        last, objects = self._last  # to compare takes a fifth of the time of a copy
+        if len(values) == len(last) and all(map(is_, values, last)) and not any(starmap(differs, objects)):
+            return objects
+        if self._large:
+            values = [value for value in values if (ref := self._large.get(id(value))) is None or ref() is not value]
+        objects = copy_objects(values, limit=4 * _MAX_REACHED)
+        if len(objects) > _MAX_REACHED:
+            sizes = [len(copy_objects([value], limit=_MAX_REACHED + 1)) for value in values]
+            small = [value for value, size in zip(values, sizes, strict=True) if size <= _MAX_REACHED]
+            for value, size in zip(values, sizes, strict=True):
+                if size > _MAX_REACHED and type(value).__weakrefoffset__:  # not looked into again
+                    self._large[id(value)] = weakref.ref(value)
+            values, objects = small, copy_objects(small)
+        # It is held until the next call, and so must lead neither to a graph nor back to the modules.
+        self._last = (values, objects) if is_plain_data(values, objects) else ([], [])
+        return objects
 
-    def _open(self, scope: _Scope, fields: Fields) -> None:
-        """Notes which attributes may hold an object with tensors in a call: those that hold none, or an object."""
-        copied = {
-            (at, key) for at, key, is_deep in scope.objects if is_deep or isinstance(fields[at].get(key), CONTAINERS)
-        }
-        scope.open = [
-            (at, key)
-            for at in sorted(self._users)
-            for key, value in fields[at].items()
-            if key not in OWN and key != "forward" and (at, key) not in copied
-            if value is None or (may_reach(value) and not is_plain_value(value))
-        ]
-
-    def _note_inert(self, at: int, key: str, value: object) -> None:
-        with suppress(TypeError):  # there are no weak references to some, such as tuples
-            self._inert[at, key] = weakref.ref(value)
-
-    def _scope_of_all(self, fields: Fields) -> _Scope:
-        present = [
-            (at, key, value) for at, owner in enumerate(fields) for key, value in owner.items() if key not in OWN
-        ]
-        names = [(at, key) for at, key, value in present if is_plain(value)]
-        num_slots = len(self._slots)
-        buffers = self._slots[self._num_parameters :]
-        copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if is_plain(owner.get(key))]
-        copied += range(num_slots, num_slots + len(names))
-        objects = [(at, key, at in self._users) for at, key, value in present if may_reach(value)]
-        return _Scope(names, copied, objects, shares_memory=True, open=[])
-
-    def _narrow(self, state: CallState, fields: Fields) -> None:
-        """Decides what calls after a first one copy, and leaves of its state what one of them would have copied.
-
-        The tensors and values of ``state`` were read by the layout of the first call, and keep its indices.
-        """
-        # 1. Tensors: buffers that are cheap to copy or cannot be seen to change, and whatever the call has changed.
-        num_slots = len(self._slots)
-        norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
-        copied = {
-            index
-            for index, (owner, key) in enumerate(self._slots)
-            # The kernel of a norm writes its statistics without a version bump, so that they always count as changed.
-            if index >= self._num_parameters and (id(owner) in norms or is_small(owner.get(key)))
-        }
-        copied.update(index for index in state.copies if index not in copied and has_changed(state, index))
-
-        # 2. Objects. What an attribute was and is, and what later calls copy of it:
-        #
-        #   [1]                -> [1, 2]               its own items have changed     its items, as of every container
-        #   {"a": [1]}         -> {"a": [1, 2]}        what an item holds             all that it reaches (`is_deep`)
-        #   object with n = 3  -> n = 4                an attribute of it             all that it reaches (`is_deep`)
-        #   object, ok = False -> ok = True            set up: done once              nothing, unless it reaches tensors
-        reached: list[Reached] = []
-        deep: list[Attribute] = []
-        for each in state.reached:
-            at, key, value, entries, is_held = each
-            is_container = isinstance(value, CONTAINERS)
-            own: Any = value if is_container else attribute_of(value, "__dict__")
-            is_deep = any(
-                owner is not own
-                or not (is_container or all(sets_up(old, new) for _, old, new in changed_keys(own, then)))
-                for owner, then in entries
-                if differs(owner, then)
-            )
-            is_bounded = len(entries) <= _MAX_REACHED
-            if is_deep or is_container or (is_bounded and is_held):
-                # Of a large container its own items alone: `copy_objects` begins with the value itself.
-                entries = entries if is_deep or is_bounded else entries[:1]
-                reached.append(
-                    each._replace(objects=entries, is_held=holds_tensors(entries) or is_plain_container(entries))
-                )
-            else:
-                self._note_inert(at, key, value)
-            # What is within the items of a container is copied in every call, too, if it is not much. Also where this
-            # call has put it there, as a `defaultdict(list)` does: the next one may change it.
-            after = copy_objects([value], limit=_MAX_REACHED + 1) if is_container and is_bounded else []
-            is_nested = len(copy_objects([value], deeply=False)) < len(after) <= _MAX_REACHED
-            if is_deep or is_nested:
-                deep.append((at, key))
-
-        # 3. The scope. First the modules of PyTorch's that later calls look into: `_renew_layout` reads `_changed`.
-        self._changed.update(at for at, *_ in self._changes(state, fields))
-        self._changed.update(at for at, _ in state.names)
-        self._tensor_names.update(state.names)
-        self._moved.update(state.names[index - num_slots] for index in copied if index >= num_slots)
-        layout = self._renew_layout(fields)
-        present = [
-            (at, key, value) for at in sorted(layout.complete) for key, value in fields[at].items() if key not in OWN
-        ]
-        # In the order in which `_renew_layout` lists them for other scopes; the indices of `state.names` are others.
-        names = [(at, key) for at, key, value in present if is_plain(value)]
-        later = [index for index in copied if index < num_slots]
-        later += [index for index, name in enumerate(names, num_slots) if name in self._moved]
-        objects = [(at, k, False) for at, k, value in present if isinstance(value, CONTAINERS) and (at, k) not in deep]
-        objects += [(at, key, True) for at, key in deep]
-        shares_memory = bool(memory_of_several(state.tensors[index] for index in copied))
-        scope = _Scope(names, later, objects, shares_memory, open=[])
-        self._open(scope, fields)
-        state.copies = {index: clone for index, clone in state.copies.items() if index in copied}
-        state.reached, state.scope = reached, scope
-
-    def _changes(self, state: CallState, fields: Fields) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yields ``(module, key, old value, new value)`` of the attributes that the call has replaced."""
-        layout = state.layout
-        # Also those without a reader: a module of which all attributes are read may have got its first one in the call.
-        before: dict[int, dict[str, Any]] = {at: {} for at in sorted(layout.complete)}
-        for reader, values in zip([*layout.plain, *layout.others], [*state.plain, *state.others], strict=True):
-            before.setdefault(reader.module, {}).update(zip(reader.names, values, strict=False))
-        for at, then in before.items():
-            now = fields[at]
-            now = now if at in layout.complete else {key: now[key] for key in then if key in now}
-            yield from ((at, key, old, new) for key, old, new in changed_keys(now, then) if key not in OWN)
+    # ---- after a call
 
     def finish(self, state: CallState, *, learning: bool = False) -> None:
-        """Leaves in ``state``, after the call, what the recomputation needs.
-
-        One-time initialization stays. With ``learning``, which is a first call, it also decides what later calls copy.
-        """
-        fields, layout, state.fields = state.fields, state.layout, []
-        # First, while `state` has all: its `reached` and `copies` are those of a later call from here on. Only what is
-        # left in them may get into `objects` and `exchanged` below, which live as long as the graph.
+        """Leaves in ``state`` what the recomputation needs; with ``learning``, decides what later calls clone."""
+        if state.objects and (modified := changed_tensors(state.objects)):
+            state.objects, state.changed_tensors = without_tensors(state.objects, modified), modified
         if learning:
-            self._narrow(state, fields)
-        changed: set[int] = set()
-        plain, others = _read(layout, fields)
-        if (
-            [*map(len, fields)] != layout.sizes
-            or not _are_same(plain, state.plain)
-            or (others and not _are_same(others, state.others))
-        ):
-            set_up = set()
-            for at, key, old, new in self._changes(state, fields):
-                # A flag of a module of PyTorch's, such as `inplace`, is a setting, not a note that something is set up.
-                if sets_up(old, new) and (at in self._users or key not in number_names(fields[at])):
-                    set_up.add((at, key))
-                else:
-                    state.exchanged.append((at, key, without_history(old)))
-                    changed.add(id(fields[at]))
-            if set_up:
-                state.plain = [
-                    tuple([_SET_UP if (at, key) in set_up else v for key, v in zip(names, values, strict=False)])
-                    for (at, names, _), values in zip(layout.plain, state.plain, strict=True)
-                ]
-        tensors = self._keep_objects(state, fields, changed) if state.reached else []
-        if state.copies:
-            versions = read_versions([state.tensors[index] for index in state.copies])
-            pairs = zip(state.copies, versions, strict=True)
-            state.left_alone = frozenset([index for index, version in pairs if version == state.versions[index]])
-        if state.hooks or any(self._hooks.all):
-            state.hooks = self._hooks.after_call(state.hooks)
-        state.others, state.reached, state.changed_tensors = [], [], tensors
-        state.changed = frozenset(changed) if changed else _NONE
-
-    def _keep_objects(self, state: CallState, fields: Fields, changed: set[int]) -> list[torch.Tensor]:
-        """Keeps what attributes reached before the call; returns the tensors among it that the call has modified."""
-        tensors: list[torch.Tensor] = []
-        for at, key, value, entries, is_held in state.reached:
-            changes = [(owner, then) for owner, then in entries if differs(owner, then)]
-            modified = changed_tensors(changes)
-            tensors += modified
-            if changes:
-                changed.add(id(fields[at]))
-            # Of what is not held, only what the call itself has changed: the rest may come to hold an output.
-            remaining = entries if is_held else changes
-            has_changed_itself = any(owner is value for owner, _ in changes)
-            if isinstance(value, CONTAINERS) and (holds_results(value) if is_held else has_changed_itself):
-                versions = [(owner, then) for owner, then in entries if isinstance(owner, torch.Tensor)]
-                objects = without_tensors([(empty_like(value), entries[0][1]), *versions], modified)
-                state.collectors.append(Collector(at, key, id(value), objects))
-                remaining = [(owner, then) for owner, then in remaining if owner is not value]
-            elif is_held and not any(each[:2] == (at, key) for each in state.exchanged):
-                state.exchanged.append((at, key, value))
-            if remaining := without_tensors(remaining, modified):
-                state.objects.append(remaining)
-        return tensors
+            changed = {id(state.tensors[at]) for at in state.copies if has_changed(state, at)}
+            moved = {place for place, tensor in self._places(state.fields) if id(tensor) in changed}
+            self._moved.setdefault(state.modes, set()).update(moved)
+            copied = set(self._choose(state.fields, state.modes, len(state.trainable), state.tensors))
+            state.copies = {at: clone for at, clone in state.copies.items() if at in copied}
 
     def remember(self, state: CallState) -> None:
-        """Has later calls in these modes copy what a first one has shown, whose state after the call is ``state``."""
-        self._scopes[state.modes] = state.scope
+        """Has later calls in these modes clone what a first one has shown, whose state after the call is ``state``."""
+        copied = self._choose(state.fields, state.modes, len(state.trainable), state.tensors)
+        self._copied[state.modes] = len(state.tensors), copied
 
     def forget(self, state: CallState) -> None:
-        self._scopes.pop(state.modes, None)
-        versions = read_versions(state.tensors)[len(self._slots) :]
-        changed = zip(state.names, versions, state.versions[len(self._slots) :], strict=True)
-        self._moved.update(name for name, now, then in changed if now != then)
+        self._copied.pop(state.modes, None)
+
+    def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
+        """Names a tensor that was modified in place since and has no copy, beside those with ids ``unread``."""
+        versions = _read_versions(state.tensors)
+        if versions == state.versions:
+            return self._scripted.mutated(state.scripted) if state.scripted else None
+        for at, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
+            if now != then and at not in state.copies and id(tensor) not in unread:
+                return self.name(at, state)
+        return None
+
+    def name(self, index: int, state: CallState) -> str:
+        for ref, fields in zip(self._modules, state.fields, strict=True):
+            for owner in (fields["_parameters"], fields["_buffers"], fields):
+                for key, value in owner.items():
+                    if value is state.tensors[index]:
+                        return f"`{key}` of its {type(ref()).__name__}"
+        return self._scripted.name(state.tensors[index])
+
+    def held_tensors(self, state: CallState) -> Iterator[Any]:
+        """Yields what was and is in the slots of the modules, and what objects in their attributes hold."""
+        yield from chain(state.tensors, self.tensors())
+        yield from (owner for owner, _ in state.objects)
+
+    def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
+        """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
+        present = set(map(id, self.tensors()))
+        present.update(id(value) for fields in _fields_of(self._modules) for value in fields.values())
+        yield from (tensor for tensor in state.tensors if tensor is not None and id(tensor) not in present)
+        for _, _, copied in state.object_copies:
+            yield from tensors_in([copied.content])
+
+    # ---- for a recomputation
 
     def put_in_place(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> frozenset[int]:
         """Puts the state before the call in place; ``undo`` puts back what is there now.
 
-        Objects that attributes hold get a ``stand_in`` for each tensor that was modified in place since. Returns the
-        ids of the buffers that have the memory of their copy until then.
+        Containers and objects get a ``stand_in`` for each tensor that was modified in place since. Returns the ids of
+        the tensors, and of the storages, that have other values until then.
         """
-        opened: set[int] = set()
-
-        def edit(owner: dict[str, Any]) -> dict[str, Any]:
-            if id(owner) not in opened:
-                opened.add(id(owner))
-                undo.append((restore, (owner, owner.copy())))
-            return owner
-
-        # Tensors before `requires_grad`, which is set, at the end, on the parameters that are in the slots by then.
-        fields = self._fields()
-        tensors = self._tensors()
-        if state.names or state.copies or len(tensors) != len(self._slots) or not all(map(is_, tensors, state.tensors)):
-            borrowed = self._put_tensors(state, fields, edit, undo)
-            # By key, not `_tensors()`: a parameter that was registered since would shift those behind it.
-            tensors = tuple(starmap(dict.get, self._slots))
-        else:
-            borrowed = _NONE
-        # Once `_put_tensors` has put back what was removed since: of a module that has lost one buffer and got another,
-        # only then is the size another one.
-        if any(self._empty) or [*map(len, self._owners)] != self._sizes:
-            self._remove_tensors(edit)
-        self._put_attributes(state, fields, edit)
-        for objects in state.objects:
-            swap(with_stand_ins(objects, stand_in), undo)
-        if state.collectors:
-            put_collectors(state.collectors, fields, stand_in, edit, undo)
-        if state.hooks or any(self._hooks.all):
-            self._hooks.put_in_place(state.hooks, undo)
+        live = _fields_of(self._modules)
+        fields = [_fields_for_recomputation(now, then, undo) for now, then in zip(live, state.fields, strict=True)]
+        if state.object_copies or state.objects:
+            objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
+            for at, key, copied in state.object_copies:
+                fields[at][key] = objects[copied.number]
+            contents = [(copied.owner_of(objects[copied.number]), copied.content) for *_, copied in state.object_copies]
+            swap(with_stand_ins([*contents, *state.objects], stand_in), undo)
+        if any(_GLOBAL_HOOKS):
+            before = {id(owner): content for owner, content in state.objects}
+            swap([(hooks, before.get(id(hooks), {})) for hooks in _GLOBAL_HOOKS], undo)
+        modules = [ref() for ref in self._modules]
+        undo.append((_give_fields, (modules, live, fields)))
+        _give_fields(modules, fields)
         if state.scripted:
             self._scripted.put_in_place(state.scripted, undo)
-        if _trainable(tensors[: self._num_parameters]) != state.trainable:
-            for parameter, is_trainable in zip(tensors, state.trainable, strict=False):
-                if parameter is not None and parameter.requires_grad is not is_trainable:
-                    undo.append((parameter.requires_grad_, (parameter.requires_grad,)))
-                    parameter.requires_grad_(is_trainable)
-        return borrowed
-
-    def _put_attributes(self, state: CallState, fields: Fields, edit: Edit) -> None:
-        if _modes(fields) != state.modes:
-            for owner, mode in zip(fields, state.modes, strict=True):
-                if owner.get("training", mode) is not mode:
-                    edit(owner)["training"] = mode
-        layout = state.layout
-        if not _are_same(_read(layout, fields)[0], state.plain):
-            for (at, names, _), values in zip(layout.plain, state.plain, strict=True):
-                for key, value in zip(names, values, strict=False):
-                    if fields[at].get(key, ABSENT) is not value:
-                        # What is set up stays, but is noted too: the recomputation may set it again, as a new handle.
-                        edit(fields[at]).update({} if value is _SET_UP else {key: value})
-        for at, key, value in state.exchanged:
-            if fields[at].get(key, ABSENT) is not value:
-                set_or_remove(edit(fields[at]), key, value)
-        # The call had no wrapper where a policy was set since, and that one must not act in its recomputation.
-        if state.policy_changes != policy_changes.number:
-            has_forward = {reader.module for reader in layout.plain if "forward" in reader.names}
-            for at, owner in enumerate(fields):
-                if "forward" in owner and at not in has_forward:
-                    del edit(owner)["forward"]
-
-    def held_tensors(self, state: CallState) -> Iterator[Any]:
-        """Yields what was and is in the slots of the modules, and what objects in their attributes hold."""
-        yield from chain(state.tensors, self._tensors())
-        yield from (owner for objects in state.objects for owner, _ in objects)
-
-    def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
-        """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
-        slots = self._slots + [(self._fields()[at], key) for at, key in state.names]
-        for (owner, key), tensor in zip(slots, state.tensors, strict=True):
-            if tensor is not None and owner.get(key) is not tensor:
-                yield tensor
-        for objects in (*state.objects, *(each.objects for each in state.collectors)):
-            yield from tensors_in([contents for _, contents in objects])
-
-    def _put_tensors(self, state: CallState, fields: Fields, edit: Edit, undo: Undo) -> frozenset[int]:
-        slots = self._slots + [(fields[at], key) for at, key in state.names]
-        for (owner, key), tensor in zip(slots, state.tensors, strict=True):
-            now = owner.get(key)
-            if now is not tensor and not is_sharding(now, tensor):
-                edit(owner)[key] = tensor  # functional_call had replaced it for the original forward, for example
-        borrowed = set()
-        copies = state.copies
-        if copies:
-            # Clones of the clones: a second recomputation (`retain_graph`) starts from the same values.
-            copies = clones_of(copies, copies, shares_memory=state.scope.shares_memory)
-        for index, clone in copies.items():
-            owner, key = slots[index]
-            tensor = state.tensors[index]
-            # A cache may know a buffer by its identity, as nested tensors know their offsets. One that forward leaves
-            # alone stays the same object, and has the memory of the copy for the time being: the caller may have
-            # modified it since, through `data` too, which no version shows.
-            if index in state.left_alone and type(tensor) is torch.Tensor and not tensor.is_inference():
-                undo.append((setattr, (tensor, "data", tensor.data)))
-                tensor.data = clone
-                borrowed.add(id(tensor))
-            else:
+        borrowed = set[int]()
+        for at, clone in state.copies.items():
+            if at in state.with_history:
+                module, key = state.with_history[at]
                 with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
-                    edit(owner)[key] = clone.clone() if clone.requires_grad else clone
+                    fields[module][key] = clone.detach().requires_grad_().clone()
+                continue
+            tensor = state.tensors[at]
+            undo.append((_give_values, (tensor, tensor.detach().clone(), version_of(tensor))))
+            _give_values(tensor, clone, None)
+            borrowed.update((id(tensor), id(storage_of(tensor))))
+        borrowed.discard(id(None))
+        for tensor, is_trainable in zip(state.tensors, state.trainable, strict=False):
+            if tensor is not None and tensor.requires_grad is not is_trainable:
+                undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
+                tensor.requires_grad_(is_trainable)
         return frozenset(borrowed)
-
-    def _remove_tensors(self, edit: Edit) -> None:
-        """Removes buffers that the call, or what followed, has registered; what was removed is there again by now."""
-        slots = {(id(owner), key) for owner, key in self._slots}
-        for owner in (*self._owners, *self._empty):
-            for key in [key for key, value in owner.items() if (id(owner), key) not in slots and is_plain(value)]:
-                del edit(owner)[key]
 
     def hide(
         self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Undo
     ) -> None:
         """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
-        for (owner, key), tensor, version in zip(self._slots, state.tensors, state.versions, strict=False):
-            if id(tensor) in unread and tensor._version != version:
-                undo.append((restore, (owner, owner.copy())))
-                owner[key] = stand_in(tensor)
-
-    def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        versions = read_versions(state.tensors)
-        if versions == state.versions:
-            return self._scripted.mutated(state.scripted) if state.scripted else None
-        for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
-            if now != then and index not in state.copies and id(tensor) not in unread:
-                return self.name(index, state)
-        return None
-
-    def name(self, index: int, state: CallState) -> str:
-        if index >= len(self._slots):
-            at, key = state.names[index - len(self._slots)]
-            return f"`{key}` of its {type(self._modules[at]()).__name__}"
-        owner, key = self._slots[index]
-        for ref in self._modules:
-            module = ref()
-            if module is not None and (owner is module._parameters or owner is module._buffers):
-                return f"`{key}` of its {type(module).__name__}"
-        return f"`{key}`"
+        pairs = zip(state.tensors, state.versions, strict=True)
+        modified = {id(each) for each, version in pairs if id(each) in unread and each._version != version}
+        for fields in _fields_of(self._modules):
+            own = fields["_parameters"]
+            if not modified.isdisjoint(map(id, own.values())):
+                undo.append((restore, (own, own.copy())))
+                own.update({key: stand_in(each) for key, each in own.items() if id(each) in modified})
 
 
-def _modes(fields: Fields) -> Modes:
+_NO_MODULE: Final[Fields] = {**nn.Module().__dict__, "training": None}
+
+
+def _fields_of(modules: Iterable[weakref.ref[nn.Module]]) -> list[Fields]:
+    return [_NO_MODULE if (module := ref()) is None else module.__dict__ for ref in modules]
+
+
+def _fields_for_recomputation(now: Fields, then: Fields, undo: Undo) -> Fields:
+    """Returns a copy of ``then`` for a module whose ``__dict__`` is ``now``: another recomputation needs the same."""
+    fields = then.copy()
+    # A dict that was empty was not copied: what is in it by now has come since.
+    fields["_buffers"] = {} if then["_buffers"] is now["_buffers"] else then["_buffers"].copy()
+    if any(hooks_of(then)) or any(hooks_of(now)):  # else they share the empty dict, which is emptied again afterwards
+        for name in _HOOKS:
+            fields[name] = OrderedDict() if then[name] is now[name] else then[name].copy()
+    fields["_parameters"] = own = now["_parameters"]
+    parameters = {} if then["_parameters"] is own else then["_parameters"]
+    if len(own) != len(parameters) or not all(map(is_, own.values(), parameters.values())):
+        wanted = {key: own[key] if is_sharding(own.get(key), each) else each for key, each in parameters.items()}
+        undo.append((restore, (own, own.copy())))
+        restore(own, wanted)  # `functional_call` had replaced them for the original forward, for example
+    return fields
+
+
+def _give_fields(modules: list[nn.Module | None], fields: list[Fields], after: Iterable[Fields] = ()) -> None:
+    """Makes ``fields`` the ``__dict__`` of the modules; ``after`` are those of a recomputation that has ended."""
+    for module, own in zip(modules, fields, strict=True):
+        if module is not None:
+            _set_attribute(module, "__dict__", own)
+    # A hook that the recomputation has registered where there were none: the dict is that of `fields` too.
+    for own, used in zip(fields, after, strict=False):
+        if any(hooks_of(used)):
+            for name in _HOOKS:
+                if used[name] is own[name]:
+                    own[name].clear()
+
+
+def _give_values(tensor: torch.Tensor, values: torch.Tensor, version: int | None) -> None:
+    """Writes into the memory of a tensor, and sets its version counter, unless ``version`` is ``None``."""
+    if not is_like(tensor, values):
+        tensor.data = values.clone()
+    elif tensor.is_inference():  # can be modified there alone
+        with torch.inference_mode():
+            tensor.copy_(values)
+    else:
+        tensor.data.copy_(values)
+    if version is not None and tensor._version != version:
+        set_version(tensor, version)
+
+
+def _read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     try:
-        return tuple(map(_mode, fields))
-    except KeyError:  # `OptimizedModule` of torch.compile has a property of this name
-        return tuple([owner.get("training") for owner in fields])
-
-
-def _read(layout: AttributeLayout, fields: Fields) -> tuple[Values, Values]:
-    """Returns what the readers ``plain`` and ``others`` read; nothing if an attribute is missing."""
-    try:
-        plain = [read(fields[at]) for at, _, read in layout.plain]
-        return plain, [read(fields[at]) for at, _, read in layout.others] if layout.others else []
-    except KeyError:
-        return [], []
-
-
-def _are_same(now: Values, then: Values) -> bool:
-    # By identity: to compare tensors is an op, and users may define what is equal in any way.
-    return len(now) == len(then) and all(map(is_, chain.from_iterable(now), chain.from_iterable(then)))
-
-
-def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:
-    return tuple([p is not None and p.requires_grad for p in parameters])
+        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
+    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
+        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def has_changed(state: CallState, index: int) -> bool:
     """Whether a tensor that was copied differs from its copy; of those without values the versions are compared."""
     now, then = state.tensors[index], state.copies[index]
-    if read_versions([now]) != (state.versions[index],):
+    if _read_versions([now]) != (state.versions[index],):
         return True
     if not (has_plain_values(now) and has_plain_values(then)):
         return False
-    return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now, then)
+    return not is_like(now, then) or not torch.equal(now, then)

@@ -1,9 +1,9 @@
-"""Clones tensors of modules, sharing memory where these do and with their strides, and reads their versions."""
+"""Which tensors of modules are cloned, how clones get strides, and versions; the attributes of scripted modules."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeGuard, final
 
 import torch
@@ -11,61 +11,11 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_fake, scripted_attributes, storage_of
+from graphckpt._compat import is_fake, scripted_attributes, shape_of, storage_of
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo
 
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
-
-
-def clones_of(
-    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], *, shares_memory: bool
-) -> dict[int, torch.Tensor]:
-    """Clones tensors. With ``shares_memory``, the clones share it where the tensors do."""
-    present = [index for index in indices if tensors[index] is not None]
-    memory = memory_of_several(tensors[index] for index in present) if shares_memory else {}
-    clones: dict[int, torch.Tensor] = {}  # by the ids of the originals: modules may share a buffer
-    copies = {}
-    for index in present:
-        tensor = tensors[index]
-        clone = clones.get(id(tensor))
-        if clone is None:
-            clone = clones[id(tensor)] = _clone(tensor, memory)
-            if type(tensor) is torch.Tensor and tensor.__dict__:
-                clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
-            if tensor.requires_grad:
-                clone.requires_grad_()
-        copies[index] = clone
-    return copies
-
-
-def memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torch.UntypedStorage]:
-    """Returns clones of the storages that several of ``tensors`` share, by the ids of these storages."""
-    members: dict[int, dict[int, torch.Tensor]] = {}
-    for tensor in tensors:
-        storage = None if tensor is None or is_fake(tensor) or tensor.is_meta else storage_of(tensor)
-        if tensor is not None and storage is not None:
-            members.setdefault(id(storage), {})[id(tensor)] = tensor
-    memory = {}
-    for key, several in members.items():
-        if len(several) > 1:
-            storage = next(iter(several.values())).untyped_storage()
-            all_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            memory[key] = all_bytes.clone().untyped_storage()
-    return memory
-
-
-def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
-    # The clone of a view of shared memory is the same view of the memory's clone: an edit of one shows in the others.
-    storage = memory.get(id(storage_of(tensor))) if memory else None
-    if storage is not None:
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
-    clone = tensor.detach().clone()
-    if not is_sparse_in_memory(tensor):
-        return clone
-    # A clone of an expanded or a sliced tensor is dense, and a sum of it is rounded in another order.
-    return tensor.detach().as_strided((num_spanned(tensor),), (1,)).clone().as_strided(tensor.size(), tensor.stride())
 
 
 def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -101,18 +51,6 @@ def has_plain_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or is_fake(tensor) or tensor.is_nested or tensor.layout is not torch.strided)
 
 
-def read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    try:
-        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
-    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
-        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
-
-
-def without_history(value: Any) -> Any:
-    has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
-    return value.detach().requires_grad_() if has_history else value
-
-
 def is_sharding(now: Any, then: Any) -> bool:
     """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
     if now is None or then is None:
@@ -122,8 +60,16 @@ def is_sharding(now: Any, then: Any) -> bool:
     return getattr(now, "device_mesh", None) != mesh or (mesh is None and storage is not None and not storage.nbytes())
 
 
-def is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
+def is_clonable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a buffer is there, and can be written to: of an expanded one, forward cannot write elements either."""
+    if tensor is None or is_lazy(tensor):
+        return False
+    is_expanded = tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
+    return not is_expanded or tensor.numel() <= 1
+
+
+def is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return shape_of(tensor) == shape_of(other) and tensor.dtype == other.dtype and tensor.device == other.device
 
 
 class ScriptedValue(NamedTuple):
@@ -164,6 +110,11 @@ class ScriptedModules:
             values.append(ScriptedValue(ref, name, value, version))
         return values
 
+    def name(self, parameter: torch.Tensor) -> str:
+        modules = (module for ref, _ in self.attributes if (module := ref()) is not None)
+        names = (name for module in modules for name, each in module._parameters.items() if each is parameter)
+        return f"`{next(names, '?')}` of a scripted module"
+
     def put_in_place(self, values: Iterable[ScriptedValue], undo: Undo) -> None:
         for ref, name, value, version in values:
             module = ref()
@@ -177,10 +128,3 @@ class ScriptedModules:
             if version is not None and value._version != version:
                 return f"`{name}` of a scripted module"
         return None
-
-
-def tensors_and_children(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Returns the dicts of parameters, buffers and children; of a scripted module, copies, and no buffers."""
-    if isinstance(module, ScriptModule):
-        return dict(module._parameters.items()), {}, dict(module._modules.items())
-    return module._parameters, module._buffers, module._modules

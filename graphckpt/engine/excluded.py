@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -45,20 +46,28 @@ from graphckpt.tree import build_value, flatten_call, flatten_value
 class ChangedBuffer(NamedTuple):
     """A buffer that a call of an excluded child may have changed."""
 
-    owner: dict[str, Any]
-    """The buffers of its module."""
+    module: weakref.ref[nn.Module]
     key: str
     is_replaced: bool
     """Whether it is another tensor than before."""
 
     def put(self, value: torch.Tensor) -> None:
         """Gives it the value after the call, for the rest of a recomputation, which works on copies of buffers."""
+        buffers = self._buffers()
         if self.is_replaced:
-            self.owner[self.key] = value.clone()
-        elif self.owner[self.key].shape != value.shape:  # observers of quantization resize theirs in their first call
-            self.owner[self.key].data = value.clone()
+            buffers[self.key] = value.clone()
+        elif buffers[self.key].shape != value.shape:  # observers of quantization resize theirs in their first call
+            buffers[self.key].data = value.clone()
         else:
-            self.owner[self.key].data.copy_(value)  # without a new version, as it need not have got one
+            buffers[self.key].data.copy_(value)  # without a new version, as it need not have got one
+
+    def value(self) -> torch.Tensor:
+        """Returns a copy of its present value."""
+        return self._buffers()[self.key].detach().clone()  # type: ignore[no-any-return]
+
+    def _buffers(self) -> dict[str, Any]:  # in a recomputation, those of the copied state
+        module = self.module()
+        return {} if module is None else module._buffers
 
 
 def _changed_buffers(block: BlockContext, before: CallState) -> list[ChangedBuffer]:
@@ -127,7 +136,7 @@ class ExcludedCall:
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
         # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
-        leaves += [owner[key].detach().clone() for owner, key, _ in buffers]
+        leaves += [each.value() for each in buffers]
         self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     @property
@@ -141,8 +150,7 @@ class ExcludedCall:
 
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
-        changed = call_state.changed
-        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
+        if are_mutated(self._versions) or not self.block.state.ids().isdisjoint(call_state.changed_modules()):
             self.repeat()
         self._versions = []
 

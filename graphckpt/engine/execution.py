@@ -31,6 +31,7 @@ from graphckpt._compat import (
     pop_saved_tensor_hooks,
     set_active_modes,
     shape_of,
+    storage_of,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
@@ -144,7 +145,7 @@ class Recomputation(Execution):
         self.versions: list[tuple[int | None, torch.Tensor, int]] = []
         """Position of the argument or ``None``, tensor and version, of each tensor that forward must not modify."""
         self.borrowed: frozenset[int] = frozenset()
-        """Ids of the buffers that have the memory of a copy until the recomputation ends."""
+        """Ids of the tensors and storages that have the values of a copy until the recomputation ends."""
         holders = self._holders = frame.holders
         self._early_stop = early_stop
         last = len(holders) - 1
@@ -184,13 +185,13 @@ class Recomputation(Execution):
                 if holder.shape != shape or holder.dtype is not dtype:
                     kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
-                if not tensor.is_leaf:
+                if self.borrowed and not self.borrowed.isdisjoint((id(tensor), id(storage_of(tensor)))):
+                    with engine_ops():
+                        tensor = tensor.detach().clone()  # when this ends, the buffer gets its own values back
+                elif not tensor.is_leaf:
                     # Without its history: the graph of the recomputation is freed when that ends. PyTorch's own
                     # checkpoint leaked by holding it (pytorch#82776).
                     tensor = tensor.detach()
-                elif id(tensor) in self.borrowed:
-                    # When the recomputation ends, the buffer gets its own memory back; this alias stays with the copy.
-                    tensor = tensor.data
                 holder.value = tensor
                 holder.version = tensor._version
         # Last: by then this holder is filled, with its version. The op that saves the tensor does not run any more.

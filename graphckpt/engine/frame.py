@@ -267,7 +267,7 @@ class Frame(Execution, Call):
         arguments = self._arguments = Arguments(args, kwargs, self._function)
         self.devices = () if current_accelerator() is None else state.devices(arguments.leaves)
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
-            call_state = self._call_state = state.take(is_nested=is_nested)
+            call_state = self._call_state = state.take()
             learning = self._learning = block.learns and call_state.is_first
             # Nearly no call is due, and counts itself here: `begin_check` would cost each a call.
             check, sampler = (forced_check.get() or self).determinism_check, block.sampler

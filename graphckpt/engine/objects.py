@@ -6,19 +6,17 @@ import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
-from itertools import chain
 from operator import is_, methodcaller
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias, final
-from weakref import ProxyTypes
+from weakref import ProxyTypes, ref
 
 import torch
 from torch import nn
 
-from graphckpt._compat import global_forward_hooks, pytree
 from graphckpt.errors import MutatedError
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo
@@ -29,7 +27,9 @@ ABSENT: Final = object()
 CONTAINERS: Final = (list, dict, set, deque)
 """Types that can be emptied and filled again."""
 
-_CODE = (nn.Module, type, FunctionType, ModuleType)
+CODE: Final = (nn.Module, type, FunctionType, ModuleType)
+"""Types of what is not looked into."""
+_NEW: Final = (object.__new__, SimpleNamespace.__new__)
 _DELEGATES = (*ProxyTypes, MethodType)  # whose attributes are those of another object
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 _MAX_ARRAY_BYTES = 4096
@@ -41,9 +41,6 @@ Objects: TypeAlias = list[tuple[Any, Any]]
 The version of a tensor that one of them holds is compared, and cannot be put back: see
 :meth:`~graphckpt.engine.saved.Arguments.after_forward`.
 """
-
-Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-"""Returns the fields of a module to write to, after noting what they were."""
 
 _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
 
@@ -98,17 +95,19 @@ class _Layout(NamedTuple):
     accessors: _Accessors | None
     """How to read and to set the state of a generator or an array; ``None`` for any other object."""
     slots: tuple[Any, ...]
+    create: Callable[[Any], Any]
+    """Returns an empty object: the first ``__new__`` in C, as that of a subclass may do anything."""
     is_closed: bool
     """Whether objects are not looked into: code; ops, which have caches; a policy, whose stores have these tensors."""
 
 
 def _layout_of(value: Any) -> _Layout:
     kind: Any = type(value)
-    return _layout(value.__class__ if kind in ProxyTypes else kind)
+    return layout_of_type(value.__class__ if kind in ProxyTypes else kind)
 
 
 @lru_cache(maxsize=4096)  # bounded, as it holds the types: a program may create classes in each step
-def _layout(kind: Any) -> _Layout:
+def layout_of_type(kind: Any) -> _Layout:
     # OrderedDict first, as it is a dict too: the methods of `dict` would corrupt its order.
     container = next((each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each)), None)
     accessors = _accessors_of_types(has_numpy="numpy" in sys.modules)
@@ -117,8 +116,9 @@ def _layout(kind: Any) -> _Layout:
     slots = tuple(member for member in members if isinstance(member, MemberDescriptorType))
     package = str(kind.__module__).partition(".")[0]
     is_callable = any("__call__" in vars(each) for each in kind.__mro__)
-    is_closed = issubclass(kind, _CODE) or package == "graphckpt" or (package == "torch" and is_callable)
-    return _Layout(container, accessor, () if container else slots, is_closed)
+    is_closed = issubclass(kind, CODE) or package == "graphckpt" or (package == "torch" and is_callable)
+    create = next(new for each in kind.__mro__ if isinstance(new := vars(each).get("__new__"), BuiltinFunctionType))
+    return _Layout(container, accessor, () if container else slots, create, is_closed)
 
 
 # Generators and small arrays that modules and arguments have as attributes. The global generators of Python and NumPy
@@ -185,10 +185,7 @@ def contents(owner: Any) -> Any:
 
 def empty_like(owner: Any) -> Any:
     """Returns an empty container of the same type, such as a deque with the same ``maxlen``."""
-    kind = type(owner)
-    # Of the first base in C: `__new__` and `__init__` of a subclass may do anything.
-    create = next(new for each in kind.__mro__ if isinstance(new := vars(each).get("__new__"), BuiltinFunctionType))
-    empty = create(kind)
+    empty = _layout_of(owner).create(type(owner))
     if isinstance(owner, deque):
         deque.__init__(empty, (), owner.maxlen)
     elif isinstance(owner, defaultdict):
@@ -347,28 +344,6 @@ def attribute_of(value: Any, name: str) -> Any:
         return None
 
 
-def holds_tensors(objects: Objects) -> bool:
-    return bool(objects) and isinstance(objects[-1][0], torch.Tensor)  # behind all that holds them
-
-
-def is_plain_container(objects: Objects) -> bool:
-    """Whether ``objects`` are containers of numbers, strings and flags, and of such containers, and not empty.
-
-    A small array of NumPy is one.
-    """
-    num_values = 0
-    for owner, content in objects:
-        if type(content).__module__ == "numpy":
-            num_values += content.size
-            continue
-        if not isinstance(owner, CONTAINERS):
-            return False
-        num_values += len(content)
-        if num_values > _MAX_PLAIN_VALUES or not all(type(item) in _PLAIN for item in items_of(owner, content)):
-            return False
-    return num_values > 0
-
-
 _PLAIN = ATOMS.union(CONTAINERS, (OrderedDict,))
 
 
@@ -408,34 +383,6 @@ def _mapped(function: Callable[[Any], Any], owner: Any, content: Any) -> Any:
         kind = type(content)
         return kind((key, function(value)) for key, value in content.items())
     return type(content)(map(function, content)) if isinstance(owner, CONTAINERS) else content
-
-
-def may_reach(value: Any) -> bool:
-    """Whether an attribute may reach other mutable objects: a container, an object with attributes, or a generator."""
-    return type(value) not in ATOMS and not isinstance(value, (torch.Tensor, nn.Module))
-
-
-def sets_up(before: Any, after: Any) -> bool:
-    """Whether a first call set something up, which is done once: a recomputation must not do it again.
-
-    Transformers installs hooks on the first call and notes that in a flag.
-    """
-    #   False -> True, None -> a handle    set up: left as it is, or a recomputation would install a second hook
-    #   None -> 1, 3 -> 4                  a counter, of forwards say: the recomputation must not count one more
-    #   True -> False, "a" -> "b"          a state that the next forward reads: the recomputation must see the old one
-    #   None -> a tensor                   computed by the call, and maybe read by it: likewise
-    is_number = isinstance(after, (int, float)) and not isinstance(after, bool)
-    if is_number or not any(before is nothing for nothing in (None, False, ABSENT)):
-        return False  # a number is a counter
-    leaves = pytree.tree_leaves(after)
-    leaves += pytree.tree_leaves([dict(attribute_of(leaf, "__dict__") or {}) for leaf in leaves])
-    return not any(isinstance(leaf, torch.Tensor) for leaf in leaves)  # such as the state of a recurrent layer
-
-
-def changed_keys(now: dict[Any, Any], then: dict[Any, Any]) -> list[tuple[Any, Any, Any]]:
-    """Returns ``(key, old value, new value)`` of all that differs; ``ABSENT`` stands for a missing one."""
-    pairs = [(key, then.get(key, ABSENT), now.get(key, ABSENT)) for key in {**then, **now}]
-    return [(key, old, new) for key, old, new in pairs if old is not new]
 
 
 @contextmanager
@@ -497,112 +444,95 @@ def statistics_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Te
     return [t for name in ("running_mean", "running_var") if (t := value(name, default=None)) is not None]
 
 
-# Containers in which modules collect
-
-
-class Collector(NamedTuple):
-    """An attribute that is a container with a result of autograd in it, such as outputs or losses that layers collect.
-
-    Or one that the call has changed, and that may come to have one. The container is not held: outputs that come into
-    it later lead to the frame, which would never be freed without a backward. The recomputation finds it by the
-    attribute.
-    """
-
-    module: int
-    name: str
-    number: int
-    """The id of the container."""
-    objects: Objects
-    """An empty container of its type, with the contents before the call; and the versions of the tensors in it."""
-
-
-def put_collectors(
-    collectors: Iterable[Collector],
-    fields: Sequence[dict[str, Any]],
-    stand_in: Callable[[torch.Tensor], Any],
-    edit: Edit,
-    undo: Undo,
-) -> None:
-    """Gives the containers the contents before the call, and the attributes that are others by now an equal one.
-
-    Those others are left alone: one may be in two attributes that had different ones, or be of another type.
-    """
-    containers: dict[int, Any] = {}  # one for all attributes that had the same
-    for at, name, number, objects in collectors:
-        present = fields[at].get(name)
-        if id(present) == number and type(present) is type(objects[0][0]):
-            containers[number] = present
-    for at, name, number, objects in collectors:
-        empty, content = with_stand_ins(objects, stand_in)[0]
-        container = containers.setdefault(number, empty)
-        swap([(container, content)], undo)
-        if fields[at].get(name) is not container:
-            edit(fields[at])[name] = container
-
-
-# The hooks of modules
-
-
-class HookCopies(NamedTuple):
-    """The forward pre-hooks of a module, or its forward hooks, by their numbers."""
-
-    owners: list[dict[int, Any]]
-    """The hooks, and torch's notes about some of them, such as that they take keywords."""
-    before: list[dict[int, Any]]
-    """Contents of ``owners`` before the call."""
-    added: frozenset[int] = frozenset()
-    """The hooks that the call has added."""
+# Containers and objects in the attributes of modules
 
 
 @final
-class ModuleHooks:
-    """Copies the hooks before a call, and has them act in its recomputation."""
+class ObjectCopy:
+    """The contents of a container or an object that an attribute of a module holds.
 
-    __slots__ = ("_notes", "all")
+    The object itself is not held: an output may come into it, which leads to the frame, and both would never be freed
+    without a backward. The recomputation finds a container by the attribute, and an object by a weak reference. Where
+    there is none any more, it gets an equal one.
+    """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        hooks = [*global_forward_hooks(), *chain.from_iterable(map(_hooks_of, modules))]
-        self.all: list[dict[int, Any]] = [owner for owner, *_ in hooks]
-        """Nearly always all empty, as ``any`` sees fast: then nothing needs to be done."""
-        self._notes = [notes for _, *notes in hooks]
+    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "content", "number")
 
-    def copies(self) -> list[HookCopies]:
-        """Copies what there is before a call."""
-        copies = []
-        for hooks, notes in zip(self.all, self._notes, strict=True):
-            if hooks:
-                copies.append(HookCopies([hooks, *notes], list(map(dict, (hooks, *notes)))))
-        return copies
+    def __init__(self, value: Any, owner: Any) -> None:
+        self.number = id(value)
+        self._kind: Any = type(value)
+        self._is_container = owner is value
+        self._ref = ref(value) if self._kind.__weakrefoffset__ and not self._is_container else None
+        self._empty = empty_like(value) if self._is_container else None
+        self.content = contents(owner)
+        """Of a container the same type with the items, of an object a dictionary of its attributes."""
+        if not ATOMS.issuperset(map(type, self.items())):
+            self.content = _mapped(without_history, owner, self.content)
 
-    def after_call(self, copies: list[HookCopies]) -> list[HookCopies]:
-        """Returns the copies with the hooks that the call has added."""
-        before = {id(each.owners[0]): each for each in copies}
-        noted = []
-        for owner, notes in zip(self.all, self._notes, strict=True):
-            each = before.get(id(owner))
-            if each is None and owner:
-                each = HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
-            if each is not None:
-                noted.append(each._replace(added=frozenset(owner.keys() - each.before[0].keys())))
-        return noted
+    @classmethod
+    def of(cls, value: Any) -> ObjectCopy | None:
+        """Copies one level of ``value``; ``None`` if it is neither a container nor an object with attributes alone."""
+        if isinstance(value, CONTAINERS):
+            return cls(value, value)
+        return cls(value, attribute_of(value, "__dict__")) if _has_attributes_alone(value) else None
 
-    def put_in_place(self, copies: list[HookCopies], undo: Undo) -> None:
-        """Has the hooks act that were there before the call, and those that the call has added and that are there yet.
+    def items(self) -> Iterable[Any]:
+        content: Any = self.content
+        return content.values() if isinstance(content, dict) else content
 
-        Transformers adds hooks in a first call and notes that in a flag: a recomputation must not do it again.
-        """
-        before = {id(each.owners[0]): each for each in copies}
-        for owner, notes in zip(self.all, self._notes, strict=True):
-            each = before.get(id(owner)) or HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
-            # Hooks are compared by number: PyTorch counts handles over all modules, and gives no number twice.
-            for present, then in zip(each.owners, each.before, strict=True):
-                wanted = OrderedDict(then) | {number: v for number, v in present.items() if number in each.added}
-                if present.keys() != wanted.keys():
-                    undo.append((restore, (present, OrderedDict(present))))
-                    fill(present, wanted)
+    def owner_of(self, value: Any) -> Any:
+        """Returns what of an object has the contents."""
+        return value if self._is_container else attribute_of(value, "__dict__")
+
+    def is_of(self, value: Any) -> bool:
+        """Whether ``value`` is the object that was copied."""
+        return id(value) == self.number and type(value) is self._kind and (self._ref is None or self._ref() is value)
+
+    def differs_from(self, value: Any) -> bool:
+        return not self.is_of(value) or differs(self.owner_of(value), self.content)
+
+    def find(self) -> Any:
+        """Returns the object where it is alive and no attribute has it, or else an empty one of its type."""
+        value = None if self._ref is None else self._ref()
+        if value is not None:
+            return value
+        return self._empty if self._is_container else layout_of_type(self._kind).create(self._kind)
 
 
-def _hooks_of(module: nn.Module) -> Iterator[list[dict[int, Any]]]:
-    """Yields the forward pre-hooks and the forward hooks, each with what torch notes of some of them."""
-    yield [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
-    yield [module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
+def without_history(value: Any) -> Any:
+    """Returns a tensor, or a tuple of some, as a leaf that holds no graph."""
+    if isinstance(value, torch.Tensor):
+        return value if value.grad_fn is None else value.detach().requires_grad_()
+    if isinstance(value, tuple) and type(value) not in ATOMS:
+        items = [*map(without_history, value)]
+        if any(one is not other for one, other in zip(items, value, strict=True)):
+            return value._make(items) if hasattr(value, "_make") else tuple(items)
+    return value
+
+
+def find_copied(copies: Iterable[tuple[Any, ObjectCopy]]) -> dict[int, Any]:
+    """Returns the objects that were copied, or equal ones, by their ids, given what the attributes hold now.
+
+    Other containers that are in the attributes by now are left alone: one may be in two that had different ones.
+    """
+    objects = {copied.number: value for value, copied in copies if copied.is_of(value)}
+    for _, copied in copies:
+        if copied.number not in objects:
+            objects[copied.number] = copied.find()
+    return objects
+
+
+def _has_attributes_alone(value: Any) -> bool:
+    """Whether the state of an object is its ``__dict__``, so that an equal one can be made."""
+    layout = _layout_of(value)
+    if layout.is_closed or layout.accessors is not None or layout.slots or isinstance(value, _DELEGATES):
+        return False
+    return layout.create in _NEW and type(attribute_of(value, "__dict__")) is dict
+
+
+def is_plain_data(values: Iterable[Any], objects: Objects) -> bool:
+    """Whether ``objects``, which ``values`` reach, hold numbers, strings and flags, and containers of such, alone."""
+    if not all(_PLAIN.issuperset(map(type, items_of(owner, content))) for owner, content in objects):
+        return False
+    ids = {id(owner) for owner, _ in objects}
+    return all(id(value) in ids for value in values)

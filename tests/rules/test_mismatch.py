@@ -368,13 +368,13 @@ class ActNorm(nn.Module):
         return torch.tanh(x * self.scale)
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("rule", ["full", "selective"])
-def test_parameters_set_from_the_first_batch_need_one_forward_before(rule: str, replaces: bool) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 8), ActNorm(replaces=replaces), nn.Linear(8, 8), ActNorm(replaces=replaces))
+def with_act_norms(*, replaces: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), ActNorm(replaces=replaces), nn.Linear(8, 8), ActNorm(replaces=replaces))
 
+
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_parameters_set_from_the_first_batch_need_one_forward_before(rule: str) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
     def gradients(model: nn.Module) -> list[Tensor | None]:
@@ -382,9 +382,9 @@ def test_parameters_set_from_the_first_batch_need_one_forward_before(rule: str, 
         model(x).sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    plain, model = build(), build()
+    plain, model = with_act_norms(replaces=False), with_act_norms(replaces=False)
     gradients(plain)  # sets the parameters
-    policies, unset = {"1": rule, "3": rule}, build()
+    policies, unset = {"1": rule, "3": rule}, with_act_norms(replaces=False)
     advice = "if the first forward sets parameters from its batch, run one forward before training"
     with graphckpt.apply(unset, policies), pytest.raises(RecomputeError, match=advice):
         gradients(unset)
@@ -392,6 +392,18 @@ def test_parameters_set_from_the_first_batch_need_one_forward_before(rule: str, 
         with torch.no_grad():
             model(x)
         assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_parameters_replaced_in_the_first_forward_are_those_that_it_computes(rule: str) -> None:
+    seen = []
+    for policies in ({}, {"1": rule, "3": rule}):
+        model = with_act_norms(replaces=True)
+        with graphckpt.apply(model, policies):
+            for _ in range(3):
+                model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).sum().backward()
+        seen.append([tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)])
+    assert_close(*seen, rtol=0, atol=0)
 
 
 def rounded(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -87,9 +88,10 @@ def test_numbers_that_another_thread_draws_during_a_call(policies: dict[str, Any
 def test_numbers_that_another_thread_draws_during_a_recomputation() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Drops(), nn.Linear(D, D))
+    draws = chain([lambda: None], repeat(lambda: torch.rand(3)))
+    model[0].meanwhile = [lambda: in_another_thread(next(draws))]
     with graphckpt.apply(model, {"0": True}), idle_thread():
         loss = model(torch.ones(6, D)).sum()
-        model[0].meanwhile[0] = lambda: in_another_thread(lambda: torch.rand(3))
         with pytest.raises(graphckpt.RecomputeError, match="another thread draws"):
             loss.backward()
 
