@@ -1,7 +1,8 @@
 """Copies the call state: what a call of a block, or its caller until backward, can change beside its outputs.
 
-The same is copied in every call, so that a call may begin to do anything that earlier ones did not: see Note [What every
-call copies]. RNG states, autocast and other settings of a thread are the subject of :mod:`graphckpt.thread_state`.
+The same is copied in every call, so that a call may begin to do anything that earlier ones did not: see Note [What
+every call copies]. RNG states, autocast and other settings of a thread are the subject of
+:mod:`graphckpt.thread_state`.
 """
 
 from __future__ import annotations
