@@ -8,7 +8,7 @@ every call copies]. RNG states, autocast and other settings of a thread are the 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
@@ -23,6 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import global_forward_hooks, set_version, storage_of
 from graphckpt.engine.clones import (
+    NOTHING_BORROWED,
+    Borrowed,
     ScriptedModules,
     ScriptedValue,
     has_plain_values,
@@ -57,16 +59,17 @@ from graphckpt.undo import Undo
 #   subject                            by `take`, before the call         by `put_in_place`, for the recomputation
 #   attributes of a module             copies its `__dict__`              a copy of that is its `__dict__`: whatever the
 #                                                                         recomputation sets is gone with it
-#   its buffers, by name; its forward  copies these dicts                 likewise
-#   hooks
+#   its buffers and children, by       copies these dicts                 likewise
+#   name; its hooks
 #   its parameters, by name            likewise                           its own dict, with these parameters: FSDP
 #                                                                         exchanges them while a recomputation runs
 #   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
 #   object in an attribute                                                one if it is gone, or replaced by another
 #   what these reach                   copies the contents, one level     the same objects, with these contents
 #                                      deep each
-#   small buffers and tensors in       clones them                        their values are exchanged in place, so that
-#   attributes, statistics of norms                                       views, strides and identity stay
+#   small buffers and tensors in       clones them                        the same tensors, with the memory of clones;
+#   attributes, statistics of norms                                       where several share memory, their values are
+#                                                                         exchanged in place, so that all show it
 #   other tensors                      reads their versions               nothing: a modification is refused
 #   `requires_grad` of a parameter     reads it                           sets it
 #
@@ -84,12 +87,13 @@ Modes: TypeAlias = tuple[bool | None, ...]
 
 _OWN: Final = [*nn.Module().__dict__]
 _OWN_NAMES: Final = frozenset(_OWN)
-_HOOKS: Final = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+_DICTS: Final = (
+    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 _NUMBERS: Final = ATOMS - {type(None)}  # what is `None` may become anything
-hooks_of: Final = itemgetter(*_HOOKS[:4])  # the others are notes about these
+_dicts_of: Final = itemgetter(*_DICTS[:5])  # nearly always empty; the others are notes about hooks
+_parameters_of: Final = itemgetter("_parameters")
 _NORMS: Final = nn.modules.batchnorm._NormBase
 _MAX_REACHED: Final = (
     256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
@@ -113,6 +117,12 @@ class CallState:
     versions: tuple[int, ...]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
+    shared: Collection[int]
+    """The indices of those that share memory with others, or whose memory cannot be replaced."""
+    parameters: list[tuple[int, dict[str, Any]]]
+    """Of the modules that have some: number of the module, parameters by name."""
+    has_dicts: bool
+    """Whether a module has buffers or hooks."""
     trainable: tuple[bool, ...]
     """``requires_grad`` of each parameter."""
     object_copies: list[tuple[int, str, ObjectCopy]]
@@ -149,10 +159,11 @@ class _Copied:
 class _Attributes:
     """What attributes of modules hold before a call."""
 
-    __slots__ = ("_copy_of", "objects", "reached", "tensors", "versions", "with_history")
+    __slots__ = ("_copy_of", "_last", "objects", "reached", "tensors", "versions", "with_history")
 
-    def __init__(self, tensors: list[Any]) -> None:
+    def __init__(self, tensors: list[Any], last: dict[int, ObjectCopy]) -> None:
         self.tensors = tensors
+        self._last = last
         self.with_history: dict[int, tuple[int, str]] = {}
         self.objects: list[tuple[int, str, ObjectCopy]] = []
         self.versions: Objects = []
@@ -178,18 +189,24 @@ class _Attributes:
             return value
         copied = self._copy_of.get(id(value))
         if copied is None:
-            copied = ObjectCopy.of(value)
+            copied = self._last.get(id(value))
+            if copied is None or copied.differs_from(value):  # to compare takes a fifth of the time of a copy
+                copied = ObjectCopy.of(value)
             if copied is None:
                 self.reached.append(value)
                 return without_history(value)
             self._copy_of[id(value)] = copied
-            for item in copied.items():
+            for item in copied.reaches:
                 if isinstance(item, torch.Tensor):
                     self.versions.append((item, version_of(item)))
-                elif type(item) not in ATOMS:
+                else:
                     self.reached.append(item)
         self.objects.append((module, name, copied))
         return _COPIED
+
+    def plain(self) -> dict[int, ObjectCopy]:
+        """Returns the copies of numbers, strings and flags, and containers of such, which may serve later calls."""
+        return {number: copied for number, copied in self._copy_of.items() if copied.is_plain}
 
 
 _COPIED: Final = _Copied()
@@ -200,8 +217,8 @@ class ModuleState:
     """Takes the state of the modules of a block before its calls, and puts it in place."""
 
     __slots__ = (
-        "_children", "_copied", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_scripted",
-        "_scripted_parameters", "_sizes", "_users", "host_rng_modes", "is_lazy",
+        "_children", "_containers", "_copied", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_plain", "_scripted",
+        "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -217,8 +234,10 @@ class ModuleState:
         self._freed: list[Any] = []  # of the modules, which append themselves when they are freed
         self._ends = [weakref.ref(module, self._freed.append) for module in members]
         children = [module._modules for module in members]
+        self._containers = [at for at, each in enumerate(children) if each]
         # Ids: to hold the children would make cycles.
         self._children = children, [id(child) for each in children for child in each.values()]
+        self._shared: frozenset[int] = frozenset()  # the tensors that share memory with others
         self._sizes: list[int] = []  # how many attributes each module had when `_look` was called, PyTorch's own too
         self._users: list[tuple[int, int]] = []
         """The modules whose attributes are looked into, and how many of PyTorch's own they begin with."""
@@ -227,7 +246,9 @@ class ModuleState:
         self._moved: dict[Modes, set[tuple[int, str, str]]] = {}
         """Tensors that calls modify in place: number of the module, ``"_buffers"`` or ``""``, name."""
         self._large: dict[int, weakref.ref[Any]] = {}  # objects in attributes that reach more than `_MAX_REACHED`
-        self._last: tuple[list[Any], Objects] = [], []  # the last copy of plain data, which serves while it is the same
+        # The last copies of plain data, such as a config, which serve while they are the same.
+        self._plain: dict[int, ObjectCopy] = {}
+        self._last: tuple[list[Any], Objects] = [], []
         self.is_lazy = any(map(is_lazy, self.tensors()))  # whether a call will give parameters shapes and values
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
@@ -266,22 +287,30 @@ class ModuleState:
         """Copies the present state."""
         fields = [*map(dict.copy, _fields_of(self._modules))]
         modes = tuple([each.get("training") for each in fields])
+        named: list[tuple[int, dict[str, Any]]] = []
         parameters: list[Any] = []
         buffers: list[Any] = []
-        for each in fields:
-            if each["_parameters"]:
-                each["_parameters"] = own = each["_parameters"].copy()
+        has_dicts = False
+        for at, (own, has_any) in enumerate(
+            zip(map(_parameters_of, fields), map(any, map(_dicts_of, fields)), strict=True)
+        ):
+            if own:
+                named.append((at, own.copy()))
                 parameters += own.values()
-            if each["_buffers"]:
-                each["_buffers"] = own = each["_buffers"].copy()
-                buffers += own.values()
-            if any(hooks_of(each)):
-                for name in _HOOKS:
+            if has_any:
+                has_dicts = True
+                each = fields[at]
+                for name in _DICTS:
                     each[name] = each[name].copy()
+                buffers += each["_buffers"].values()
+        for at in self._containers:
+            fields[at]["_modules"] = fields[at]["_modules"].copy()
         parameters += self._scripted_parameters
         tensors = [*parameters, *buffers]
-        attributes = _Attributes(tensors)
+        attributes = _Attributes(tensors, self._plain)
         self._take_attributes(fields, attributes)
+        if attributes.objects:
+            self._plain = attributes.plain()
         objects = self._reach(attributes.reached) if attributes.reached else []
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
@@ -290,6 +319,8 @@ class ModuleState:
             copied = range(len(parameters), len(tensors))
         elif num_tensors != len(tensors):  # buffers or attributes have come or gone
             _, copied = self._copied[modes] = len(tensors), self._choose(fields, modes, len(parameters), tensors)
+        if num_tensors != len(tensors):
+            self._shared = _sharing(tensors, range(len(parameters), len(tensors)))
         return CallState(
             fields=fields,
             modes=modes,
@@ -297,7 +328,10 @@ class ModuleState:
             tensors=tuple(tensors),
             versions=_read_versions(tensors),
             copies={at: each.detach().clone() for at in copied if is_clonable(each := tensors[at])} if copied else {},
-            trainable=tuple([each is not None and each.requires_grad for each in parameters]),
+            shared=self._shared,
+            parameters=named,
+            has_dicts=has_dicts,
+            trainable=_trainable(parameters),
             object_copies=attributes.objects,
             objects=objects,
             with_history=attributes.with_history,
@@ -344,7 +378,7 @@ class ModuleState:
 
     def _reach(self, values: list[Any]) -> Objects:
         """Copies the contents of all that ``values`` reach, but of what is a part of the program."""
-        last, objects = self._last  # to compare takes a fifth of the time of a copy
+        last, objects = self._last
         if len(values) == len(last) and all(map(is_, values, last)) and not any(starmap(differs, objects)):
             return objects
         if self._large:
@@ -415,14 +449,21 @@ class ModuleState:
 
     # ---- for a recomputation
 
-    def put_in_place(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> frozenset[int]:
+    def put_in_place(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> Borrowed:
         """Puts the state before the call in place; ``undo`` puts back what is there now.
 
-        Containers and objects get a ``stand_in`` for each tensor that was modified in place since. Returns the ids of
-        the tensors, and of the storages, that have other values until then.
+        Containers and objects get a ``stand_in`` for each tensor that was modified in place since.
         """
         live = _fields_of(self._modules)
-        fields = [_fields_for_recomputation(now, then, undo) for now, then in zip(live, state.fields, strict=True)]
+        fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
+        for at in self._containers:
+            fields[at]["_modules"] = fields[at]["_modules"].copy()
+        if state.has_dicts or any(chain.from_iterable(map(_dicts_of, live))):
+            _put_dicts(fields, live)
+        present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
+        num_present = len(present) + len(self._scripted_parameters)
+        if num_present != len(state.trainable) or not all(map(is_, present, state.tensors)):
+            _put_parameters(state.parameters, live, undo)
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -437,23 +478,34 @@ class ModuleState:
         _give_fields(modules, fields)
         if state.scripted:
             self._scripted.put_in_place(state.scripted, undo)
-        borrowed = set[int]()
+        borrowed = self._put_tensors(state, fields, undo) if state.copies else NOTHING_BORROWED
+        trainable = _trainable(state.tensors[: len(state.trainable)])
+        undo.append((_give_trainable, (state.tensors, trainable)))
+        if trainable != state.trainable:
+            _give_trainable(state.tensors, state.trainable)
+        return borrowed
+
+    def _put_tensors(self, state: CallState, fields: list[Fields], undo: Undo) -> Borrowed:
+        lent: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for at, clone in state.copies.items():
             if at in state.with_history:
                 module, key = state.with_history[at]
                 with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                     fields[module][key] = clone.detach().requires_grad_().clone()
-                continue
-            tensor = state.tensors[at]
-            undo.append((_give_values, (tensor, tensor.detach().clone(), version_of(tensor))))
-            _give_values(tensor, clone, None)
-            borrowed.update((id(tensor), id(storage_of(tensor))))
-        borrowed.discard(id(None))
-        for tensor, is_trainable in zip(state.tensors, state.trainable, strict=False):
-            if tensor is not None and tensor.requires_grad is not is_trainable:
-                undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
-                tensor.requires_grad_(is_trainable)
-        return frozenset(borrowed)
+            elif at in state.shared:
+                tensors.append(state.tensors[at])
+                values.append(clone)
+            else:
+                lent.append(state.tensors[at])
+                undo.append((_give_memory, (state.tensors[at], state.tensors[at].data, state.tensors[at]._version)))
+                state.tensors[at].data = clone.clone()  # a second recomputation needs the same values
+        if tensors:
+            undo.append((_give_values, (tensors, [each.detach().clone() for each in tensors], _read_versions(tensors))))
+            _give_values(tensors, values)
+        storages = (id(storage) for each in tensors if (storage := storage_of(each)) is not None)
+        return Borrowed(frozenset(map(id, lent)), frozenset([*map(id, tensors), *storages]))
 
     def hide(
         self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Undo
@@ -475,47 +527,86 @@ def _fields_of(modules: Iterable[weakref.ref[nn.Module]]) -> list[Fields]:
     return [_NO_MODULE if (module := ref()) is None else module.__dict__ for ref in modules]
 
 
-def _fields_for_recomputation(now: Fields, then: Fields, undo: Undo) -> Fields:
-    """Returns a copy of ``then`` for a module whose ``__dict__`` is ``now``: another recomputation needs the same."""
-    fields = then.copy()
-    # A dict that was empty was not copied: what is in it by now has come since.
-    fields["_buffers"] = {} if then["_buffers"] is now["_buffers"] else then["_buffers"].copy()
-    if any(hooks_of(then)) or any(hooks_of(now)):  # else they share the empty dict, which is emptied again afterwards
-        for name in _HOOKS:
-            fields[name] = OrderedDict() if then[name] is now[name] else then[name].copy()
-    fields["_parameters"] = own = now["_parameters"]
-    parameters = {} if then["_parameters"] is own else then["_parameters"]
-    if len(own) != len(parameters) or not all(map(is_, own.values(), parameters.values())):
-        wanted = {key: own[key] if is_sharding(own.get(key), each) else each for key, each in parameters.items()}
-        undo.append((restore, (own, own.copy())))
-        restore(own, wanted)  # `functional_call` had replaced them for the original forward, for example
-    return fields
+def _put_dicts(fields: list[Fields], live: list[Fields]) -> None:
+    """Puts copies of the dicts of buffers and hooks into ``fields``, where there were some or are some by now."""
+    # The others share the empty dicts with ``live``, which are emptied again afterwards.
+    has_dicts = map(any, map(chain, map(_dicts_of, fields), map(_dicts_of, live)))
+    for own, now, has_any in zip(fields, live, has_dicts, strict=True):
+        if has_any:
+            for name in _DICTS:  # one that was empty was not copied: what is in it by now has come since
+                own[name] = type(own[name])() if own[name] is now[name] else own[name].copy()
 
 
-def _give_fields(modules: list[nn.Module | None], fields: list[Fields], after: Iterable[Fields] = ()) -> None:
+def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], undo: Undo) -> None:
+    """Puts the parameters of the call in place, which ``functional_call`` had replaced for it, for example."""
+    before = dict(parameters)
+    for at, fields in enumerate(live):
+        now, then = fields["_parameters"], before.get(at, {})
+        wanted = {key: now[key] if is_sharding(now.get(key), each) else each for key, each in then.items()}
+        undo.append((restore, (now, now.copy())))
+        restore(now, wanted)
+
+
+def _give_fields(modules: list[nn.Module | None], fields: list[Fields], after: Sequence[Fields] = ()) -> None:
     """Makes ``fields`` the ``__dict__`` of the modules; ``after`` are those of a recomputation that has ended."""
     for module, own in zip(modules, fields, strict=True):
         if module is not None:
             _set_attribute(module, "__dict__", own)
-    # A hook that the recomputation has registered where there were none: the dict is that of `fields` too.
-    for own, used in zip(fields, after, strict=False):
-        if any(hooks_of(used)):
-            for name in _HOOKS:
+    # A buffer or a hook that the recomputation has registered where there were none: the dict is that of `fields` too.
+    for own, used, has_any in zip(fields, after, map(any, map(_dicts_of, after)), strict=False):
+        if has_any:
+            for name in _DICTS:
                 if used[name] is own[name]:
                     own[name].clear()
 
 
-def _give_values(tensor: torch.Tensor, values: torch.Tensor, version: int | None) -> None:
-    """Writes into the memory of a tensor, and sets its version counter, unless ``version`` is ``None``."""
-    if not is_like(tensor, values):
-        tensor.data = values.clone()
-    elif tensor.is_inference():  # can be modified there alone
-        with torch.inference_mode():
-            tensor.copy_(values)
-    else:
-        tensor.data.copy_(values)
-    if version is not None and tensor._version != version:
+def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:
+    return tuple([each is not None and each.requires_grad for each in parameters])
+
+
+def _give_trainable(tensors: Iterable[torch.Tensor | None], trainable: tuple[bool, ...]) -> None:
+    for tensor, is_trainable in zip(tensors, trainable, strict=False):
+        if tensor is not None and tensor.requires_grad is not is_trainable:
+            tensor.requires_grad_(is_trainable)
+
+
+def _give_memory(tensor: torch.Tensor, data: torch.Tensor, version: int) -> None:
+    tensor.data = data
+    if tensor._version != version:
         set_version(tensor, version)
+
+
+def _give_values(tensors: list[torch.Tensor], values: list[torch.Tensor], versions: Iterable[int] = ()) -> None:
+    """Writes ``values`` into the memory of tensors, and sets their version counters."""
+    for tensor, value in zip(tensors, values, strict=True):
+        if not is_like(tensor, value):
+            tensor.data = value.clone()
+        elif tensor.is_inference():  # can be modified there alone
+            with torch.inference_mode():
+                tensor.copy_(value)
+        else:
+            tensor.data.copy_(value)
+    for tensor, version in zip(tensors, versions, strict=False):
+        if not tensor.is_inference() and tensor._version != version:
+            set_version(tensor, version)
+
+
+def _sharing(tensors: Sequence[Any], indices: Iterable[int]) -> frozenset[int]:
+    """Returns which tensors share memory, or are of a kind whose memory cannot be replaced."""
+    counts: Counter[int] = Counter()
+    for tensor in {id(tensors[at]): tensors[at] for at in indices if tensors[at] is not None}.values():
+        counts[id(storage_of(tensor))] += 1
+    return frozenset(
+        at
+        for at in indices
+        if (tensor := tensors[at]) is not None
+        and (
+            type(tensor) is not torch.Tensor
+            or tensor.is_inference()
+            or tensor._is_view()
+            or counts[id(storage_of(tensor))] > 1
+        )
+    )
 
 
 def _read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:

@@ -72,6 +72,18 @@ def is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return shape_of(tensor) == shape_of(other) and tensor.dtype == other.dtype and tensor.device == other.device
 
 
+class Borrowed(NamedTuple):
+    """Tensors of modules that are those of the call until a recomputation ends."""
+
+    lent: frozenset[int]
+    """The ids of those that have other memory."""
+    exchanged: frozenset[int]
+    """The ids of those that have other values in their memory, and of their storages."""
+
+
+NOTHING_BORROWED = Borrowed(frozenset(), frozenset())
+
+
 class ScriptedValue(NamedTuple):
     """An attribute of a scripted module before a call."""
 

@@ -35,6 +35,7 @@ from graphckpt._compat import (
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
+from graphckpt.engine.clones import NOTHING_BORROWED
 from graphckpt.engine.values import Comparison, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.thread_state import num_calls_elsewhere
@@ -144,8 +145,7 @@ class Recomputation(Execution):
         self.excluded_cursor = 0
         self.versions: list[tuple[int | None, torch.Tensor, int]] = []
         """Position of the argument or ``None``, tensor and version, of each tensor that forward must not modify."""
-        self.borrowed: frozenset[int] = frozenset()
-        """Ids of the tensors and storages that have the values of a copy until the recomputation ends."""
+        self.borrowed = NOTHING_BORROWED
         holders = self._holders = frame.holders
         self._early_stop = early_stop
         last = len(holders) - 1
@@ -185,9 +185,12 @@ class Recomputation(Execution):
                 if holder.shape != shape or holder.dtype is not dtype:
                     kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
-                if self.borrowed and not self.borrowed.isdisjoint((id(tensor), id(storage_of(tensor)))):
+                exchanged = self.borrowed.exchanged
+                if id(tensor) in self.borrowed.lent:
+                    tensor = tensor.data  # when this ends, the buffer gets its own memory back; the alias does not
+                elif exchanged and (id(tensor) in exchanged or id(storage_of(tensor)) in exchanged):
                     with engine_ops():
-                        tensor = tensor.detach().clone()  # when this ends, the buffer gets its own values back
+                        tensor = tensor.detach().clone()  # when this ends, the memory gets its own values back
                 elif not tensor.is_leaf:
                     # Without its history: the graph of the recomputation is freed when that ends. PyTorch's own
                     # checkpoint leaked by holding it (pytorch#82776).

@@ -456,7 +456,7 @@ class ObjectCopy:
     there is none any more, it gets an equal one.
     """
 
-    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "content", "number")
+    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "content", "is_plain", "number", "reaches")
 
     def __init__(self, value: Any, owner: Any) -> None:
         self.number = id(value)
@@ -466,8 +466,12 @@ class ObjectCopy:
         self._empty = empty_like(value) if self._is_container else None
         self.content = contents(owner)
         """Of a container the same type with the items, of an object a dictionary of its attributes."""
-        if not ATOMS.issuperset(map(type, self.items())):
+        self.reaches = self._others()
+        """What of the contents is not a number, a string, or the like."""
+        self.is_plain = not self.reaches or _PLAIN.issuperset(map(type, self.reaches))
+        if not self.is_plain:
             self.content = _mapped(without_history, owner, self.content)
+            self.reaches = self._others()
 
     @classmethod
     def of(cls, value: Any) -> ObjectCopy | None:
@@ -476,9 +480,10 @@ class ObjectCopy:
             return cls(value, value)
         return cls(value, attribute_of(value, "__dict__")) if _has_attributes_alone(value) else None
 
-    def items(self) -> Iterable[Any]:
+    def _others(self) -> list[Any]:
         content: Any = self.content
-        return content.values() if isinstance(content, dict) else content
+        items = content.values() if isinstance(content, dict) else content
+        return [item for item in items if type(item) not in ATOMS]
 
     def owner_of(self, value: Any) -> Any:
         """Returns what of an object has the contents."""
