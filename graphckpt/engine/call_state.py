@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
 from operator import is_, itemgetter
@@ -32,6 +32,7 @@ from graphckpt.engine.clones import (
     is_like,
     is_sharding,
     is_small,
+    is_sparse_in_memory,
 )
 from graphckpt.engine.objects import (
     CODE,
@@ -217,8 +218,8 @@ class ModuleState:
     """Takes the state of the modules of a block before its calls, and puts it in place."""
 
     __slots__ = (
-        "_children", "_containers", "_copied", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_plain", "_scripted",
-        "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
+        "_children", "_containers", "_copied", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_plain",
+        "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -592,21 +593,17 @@ def _give_values(tensors: list[torch.Tensor], values: list[torch.Tensor], versio
 
 
 def _sharing(tensors: Sequence[Any], indices: Iterable[int]) -> frozenset[int]:
-    """Returns which tensors share memory, or are of a kind whose memory cannot be replaced."""
-    counts: Counter[int] = Counter()
-    for tensor in {id(tensors[at]): tensors[at] for at in indices if tensors[at] is not None}.values():
-        counts[id(storage_of(tensor))] += 1
-    return frozenset(
-        at
-        for at in indices
-        if (tensor := tensors[at]) is not None
-        and (
-            type(tensor) is not torch.Tensor
-            or tensor.is_inference()
-            or tensor._is_view()
-            or counts[id(storage_of(tensor))] > 1
-        )
+    """Returns which tensors share memory, or are of a kind whose memory a clone's cannot replace."""
+    several = Counter(
+        id(storage_of(tensor)) for tensor in {id(each): each for each in tensors if each is not None}.values()
     )
+    return frozenset(at for at in indices if (tensor := tensors[at]) is not None and not _is_alone(tensor, several))
+
+
+def _is_alone(tensor: torch.Tensor, several: Mapping[int, int]) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.is_inference() or tensor._is_view() or is_sparse_in_memory(tensor):
+        return False
+    return several[id(storage_of(tensor))] == 1
 
 
 def _read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:
