@@ -92,7 +92,7 @@ _DICTS: Final = (
     "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-_NUMBERS: Final = ATOMS - {type(None)}  # what is `None` may become anything
+_NUMBERS: Final = (ATOMS - {type(None)}) | {tuple}  # what is `None` may become anything
 _dicts_of: Final = itemgetter(*_DICTS[:5])  # nearly always empty; the others are notes about hooks
 _parameters_of: Final = itemgetter("_parameters")
 _NORMS: Final = nn.modules.batchnorm._NormBase
@@ -185,8 +185,9 @@ class _Attributes:
 
     def object(self, module: int, name: str, value: Any) -> Any:
         """Takes any other value, but a plain one; what it returns does not hold it, if an output may come into it."""
+        is_shape = type(value) is tuple and ATOMS.issuperset(map(type, value))
         is_function = isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
-        if is_function or layout_of_type(type(value)).is_closed:  # type: ignore[arg-type]
+        if is_shape or is_function or layout_of_type(type(value)).is_closed:  # type: ignore[arg-type]
             return value
         copied = self._copy_of.get(id(value))
         if copied is None:
@@ -211,6 +212,8 @@ class _Attributes:
 
 
 _COPIED: Final = _Copied()
+_NO_ATTRIBUTES: Final = _Attributes([], {})
+_NO_OBJECTS: Final[Objects] = []
 
 
 @final
@@ -308,11 +311,10 @@ class ModuleState:
             fields[at]["_modules"] = fields[at]["_modules"].copy()
         parameters += self._scripted_parameters
         tensors = [*parameters, *buffers]
-        attributes = _Attributes(tensors, self._plain)
-        self._take_attributes(fields, attributes)
-        if attributes.objects:
-            self._plain = attributes.plain()
-        objects = self._reach(attributes.reached) if attributes.reached else []
+        if [*map(len, fields)] != self._sizes:
+            self._look(fields)
+        attributes = self._take_attributes(fields, tensors) if self._users else _NO_ATTRIBUTES
+        objects = self._reach(attributes.reached) if attributes.reached else _NO_OBJECTS
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
         num_tensors, copied = self._copied.get(modes, (None, ()))
@@ -320,7 +322,10 @@ class ModuleState:
             copied = range(len(parameters), len(tensors))
         elif num_tensors != len(tensors):  # buffers or attributes have come or gone
             _, copied = self._copied[modes] = len(tensors), self._choose(fields, modes, len(parameters), tensors)
-        if num_tensors != len(tensors):
+        # Another view may have come in the place of one.
+        if num_tensors != len(tensors) or any(
+            each is not None and each._is_view() for each in tensors[len(parameters) :]
+        ):
             self._shared = _sharing(tensors, range(len(parameters), len(tensors)))
         return CallState(
             fields=fields,
@@ -341,25 +346,27 @@ class ModuleState:
             changed_tensors=[],
         )
 
-    def _take_attributes(self, fields: list[Fields], attributes: _Attributes) -> None:
+    def _take_attributes(self, fields: list[Fields], tensors: list[Any]) -> _Attributes:
         """Takes the attributes that may change, and puts into ``fields`` what stands for them."""
-        if [*map(len, fields)] != self._sizes:
-            self._look(fields)
+        attributes = _Attributes(tensors, self._plain)
         for at, num_own in self._users:
             own = fields[at]
             for key, value in islice(own.items(), num_own, None):
                 if type(value) in ATOMS or isinstance(value, CODE) or (not num_own and key in _OWN_NAMES):
                     continue
                 own[key] = (attributes.tensor if isinstance(value, torch.Tensor) else attributes.object)(at, key, value)
+        self._plain = attributes.plain()
+        return attributes
 
     def _look(self, fields: list[Fields]) -> None:
         """Notes the modules that may have other attributes than numbers."""
         self._sizes, self._users = [*map(len, fields)], []
         for at, (ref, own) in enumerate(zip(self._modules, fields, strict=True)):
             num_own = len(_OWN) if [*islice(own, len(_OWN))] == _OWN else 0
-            values = islice(own.values(), num_own, None)
+            values = [*islice(own.values(), num_own, None)]
+            values += chain.from_iterable(value for value in values if type(value) is tuple)
             is_users = not type(ref()).__module__.startswith("torch.")
-            if is_users or not num_own or not all(type(value) in _NUMBERS for value in values):
+            if is_users or not num_own or not _NUMBERS.issuperset(map(type, values)):
                 self._users.append((at, num_own))
 
     def _choose(self, fields: list[Fields], modes: Modes, num_parameters: int, tensors: Sequence[Any]) -> list[int]:
