@@ -24,14 +24,14 @@ _NOTHING = nullcontext()
 
 # Note [What a first call teaches]
 #
-# The first call of a block in each combination of train and eval modes copies all that a call can change, compares it
-# afterwards, and is recomputed to its end. Later calls copy what it has shown:
+# Every call copies the state of its modules: see Note [What every call copies] in call_state.py. The first call in each
+# combination of train and eval modes copies more, compares it afterwards, and is recomputed to its end. Later calls
+# trust what it has shown:
 #
 #   what a first call shows                  noted in                        a later call that does otherwise
 #   arguments are modified in place          `mutated`                       is refused: no copy of the argument exists
-#   buffers and attributes change            `ModuleState._scopes`           has copies of small buffers anyway; for a
-#                                                                            large one it is refused, and the next call
-#                                                                            is a first one again
+#   buffers of more than 64 KiB change       `ModuleState._moved`            is refused, and the next call is a first
+#                                                                            one again
 #   Python's or NumPy's generator is used    `ModuleState.host_rng_modes`    is recomputed with other numbers
 #   which ops run (of `selective`)           `schedules`, by shapes          keeps what the policy says, and skips no op
 #   the last op saves its output             `ends_with_saved`               takes 25 us more, or runs an op more
@@ -40,11 +40,9 @@ _NOTHING = nullcontext()
 # (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to 7: running_mean, running_var,
 # num_batches_tracked.
 #
-# call 1   copies 4 to 7. Then 4 has not changed, and is large: its copy goes, and a later modification is refused, as
-#          its version counter shows it. 5 to 7 are small, so that every later call copies them: `scope.copied` is
-#          [5, 6, 7]. `left_alone` is {5, 6}: BatchNorm's kernel writes its statistics without counting a version
-#          (pytorch#13402), whereas num_batches_tracked counts one for its `add_`.
-# call 2   copies 5 to 7. The recomputation updates clones of the copies, so that statistics count one forward.
+# call 1   clones 4 to 7. Then 4 has not changed, and is large: its clone goes, and a later modification is refused, as
+#          its version counter shows it. 5 to 7 are small, so that every later call clones them.
+# call 2   clones 5 to 7. The recomputation updates clones of these, so that statistics count one forward.
 
 
 @final

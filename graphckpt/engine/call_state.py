@@ -195,8 +195,9 @@ class _Attributes:
             if copied is None or copied.differs_from(value):  # to compare takes a fifth of the time of a copy
                 copied = ObjectCopy.of(value)
             if copied is None:
+                value = without_history(value)
                 self.reached.append(value)
-                return without_history(value)
+                return value
             self._copy_of[id(value)] = copied
             for item in copied.reaches:
                 if isinstance(item, torch.Tensor):
@@ -311,6 +312,7 @@ class ModuleState:
             fields[at]["_modules"] = fields[at]["_modules"].copy()
         parameters += self._scripted_parameters
         tensors = [*parameters, *buffers]
+        num_parameters = len(parameters)
         if [*map(len, fields)] != self._sizes:
             self._look(fields)
         attributes = self._take_attributes(fields, tensors) if self._users else _NO_ATTRIBUTES
@@ -319,14 +321,12 @@ class ModuleState:
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
         num_tensors, copied = self._copied.get(modes, (None, ()))
         if num_tensors is None:
-            copied = range(len(parameters), len(tensors))
+            copied = range(num_parameters, len(tensors))
         elif num_tensors != len(tensors):  # buffers or attributes have come or gone
-            _, copied = self._copied[modes] = len(tensors), self._choose(fields, modes, len(parameters), tensors)
-        # Another view may have come in the place of one.
-        if num_tensors != len(tensors) or any(
-            each is not None and each._is_view() for each in tensors[len(parameters) :]
-        ):
-            self._shared = _sharing(tensors, range(len(parameters), len(tensors)))
+            _, copied = self._copied[modes] = len(tensors), self._choose(fields, modes, num_parameters, tensors)
+        has_views = len(tensors) > num_parameters and any(map(_is_view, tensors[num_parameters:]))
+        if num_tensors != len(tensors) or has_views:  # another view may have come in the place of one
+            self._shared = _sharing(tensors, range(num_parameters, len(tensors)))
         return CallState(
             fields=fields,
             modes=modes,
@@ -355,7 +355,8 @@ class ModuleState:
                 if type(value) in ATOMS or isinstance(value, CODE) or (not num_own and key in _OWN_NAMES):
                     continue
                 own[key] = (attributes.tensor if isinstance(value, torch.Tensor) else attributes.object)(at, key, value)
-        self._plain = attributes.plain()
+        if attributes.objects:
+            self._plain = attributes.plain()
         return attributes
 
     def _look(self, fields: list[Fields]) -> None:
@@ -597,6 +598,10 @@ def _give_values(tensors: list[torch.Tensor], values: list[torch.Tensor], versio
     for tensor, version in zip(tensors, versions, strict=False):
         if not tensor.is_inference() and tensor._version != version:
             set_version(tensor, version)
+
+
+def _is_view(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor._is_view()
 
 
 def _sharing(tensors: Sequence[Any], indices: Iterable[int]) -> frozenset[int]:

@@ -492,26 +492,31 @@ class Mark(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("kind", ["a new list", "an object"])
-def test_graphs_of_results_without_a_backward_do_not_pile_up(kind: str) -> None:
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object]]] = {
+    "an attribute": (lambda: None, lambda block, y: setattr(block, "held", y)),
+    "a list": (list, lambda block, y: block.held.__setitem__(slice(None), [y])),
+    "a dict": (dict, lambda block, y: block.held.update(y=y)),
+    "a deque": (lambda: deque(maxlen=1), lambda block, y: block.held.append(y)),
+    "an object": (SimpleNamespace, lambda block, y: setattr(block.held, "y", y)),
+    "a new list": (list, lambda block, y: setattr(block, "held", [y])),
+    "a tuple": (tuple, lambda block, y: setattr(block, "held", (y, 1))),
+}
+
+
+@as_module(lambda put, held, alive: {"linear": nn.Linear(8, 8), "put": put, "held": held, "alive": alive})
+def Keeping(self: Any, x: Tensor) -> Tensor:
+    y = Mark.apply(self.linear(x).tanh(), self.alive)
+    self.put(self, y)
+    return y
+
+
+@pytest.mark.parametrize("rule", [True, "selective"])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_graphs_of_results_without_a_backward_do_not_pile_up(kind: str, rule: bool | str) -> None:
+    make, put = HOLDERS[kind]
     alive: set[Any] = set()
-
-    class Collects(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.outputs: Any = [] if kind == "a new list" else SimpleNamespace(last=None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = Mark.apply(self.linear(x).tanh(), alive)
-            if kind == "a new list":
-                self.outputs = [y]
-            else:
-                self.outputs.last = y
-            return y
-
-    model = nn.Sequential(Collects())
-    with graphckpt.apply(model, {"*": True}):
+    model = nn.Sequential(Keeping(put, make(), alive))
+    with graphckpt.apply(model, {"*": rule}):
         for _ in range(5):
             model(torch.ones(2, 8, requires_grad=True))
             gc.collect()
