@@ -184,6 +184,20 @@ def test_an_attribute_may_be_an_inference_tensor() -> None:
             assert module.tensor.sum().item() == count
 
 
+def test_an_attribute_may_become_an_inference_tensor_between_two_calls() -> None:
+    """As a result that a module keeps, of an evaluation in between."""
+    module = Holder()
+    state = ModuleState([module])
+    for number in range(6):
+        with torch.inference_mode(number % 2 == 1):
+            module.tensor = torch.full((2,), float(number))
+        call_state = call(state, lambda: None)
+        module.tensor = torch.zeros(2)
+        with in_place(state, call_state):
+            assert module.tensor.tolist() == [number, number]
+        assert module.tensor.tolist() == [0, 0]
+
+
 def test_modes_are_those_of_the_original_forward() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
     state = ModuleState(model.modules())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
 from operator import is_, itemgetter
@@ -96,9 +96,8 @@ _NUMBERS: Final = (ATOMS - {type(None)}) | {tuple}  # what is `None` may become 
 _dicts_of: Final = itemgetter(*_DICTS[:5])  # nearly always empty; the others are notes about hooks
 _parameters_of: Final = itemgetter("_parameters")
 _NORMS: Final = nn.modules.batchnorm._NormBase
-_MAX_REACHED: Final = (
-    256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
-)
+# An attribute that reaches more than this is a part of the program: a walk of it takes 100 us.
+_MAX_REACHED: Final = 256
 _GLOBAL_HOOKS: Final = [*chain.from_iterable(global_forward_hooks())]  # of `register_module_forward_hook`
 _set_attribute: Final = object.__setattr__  # `nn.Module.__setattr__` looks for parameters
 
@@ -119,7 +118,7 @@ class CallState:
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
     shared: Collection[int]
-    """The indices of those that share memory with others, or whose memory cannot be replaced."""
+    """The indices of those that share memory with others."""
     parameters: list[tuple[int, dict[str, Any]]]
     """Of the modules that have some: number of the module, parameters by name."""
     has_dicts: bool
@@ -503,7 +502,7 @@ class ModuleState:
                 module, key = state.with_history[at]
                 with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                     fields[module][key] = clone.detach().requires_grad_().clone()
-            elif at in state.shared:
+            elif at in state.shared or not _has_own_memory(state.tensors[at]):
                 tensors.append(state.tensors[at])
                 values.append(clone)
             else:
@@ -605,17 +604,17 @@ def _is_view(tensor: torch.Tensor | None) -> bool:
 
 
 def _sharing(tensors: Sequence[Any], indices: Iterable[int]) -> frozenset[int]:
-    """Returns which tensors share memory, or are of a kind whose memory a clone's cannot replace."""
-    several = Counter(
-        id(storage_of(tensor)) for tensor in {id(each): each for each in tensors if each is not None}.values()
-    )
-    return frozenset(at for at in indices if (tensor := tensors[at]) is not None and not _is_alone(tensor, several))
+    """Returns which tensors share memory with others."""
+    present = {id(each): each for each in tensors if each is not None}.values()
+    counts = Counter(id(storage_of(each)) for each in present)
+    return frozenset(at for at in indices if tensors[at] is not None and counts[id(storage_of(tensors[at]))] > 1)
 
 
-def _is_alone(tensor: torch.Tensor, several: Mapping[int, int]) -> bool:
-    if type(tensor) is not torch.Tensor or tensor.is_inference() or tensor._is_view() or is_sparse_in_memory(tensor):
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether a clone's memory can take the place of that of a tensor."""
+    if type(tensor) is not torch.Tensor or tensor.is_inference() or tensor._is_view():
         return False
-    return several[id(storage_of(tensor))] == 1
+    return not is_sparse_in_memory(tensor)  # the clone would be dense
 
 
 def _read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:

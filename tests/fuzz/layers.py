@@ -142,6 +142,124 @@ class Late(nn.Module):
         return x * self.number
 
 
+class Box:
+    """Holds a number, in an attribute or in a slot."""
+
+    __slots__ = ("__dict__", "number")
+
+    def __init__(self) -> None:
+        self.number = self.other = 0
+
+
+def _appends(layer: Any) -> float:
+    layer.items.append(1)
+    return len(layer.items)
+
+
+def _nests(layer: Any) -> float:
+    layer.table.setdefault("a", []).append(1)
+    return len(layer.table["a"])
+
+
+def _counts(layer: Any) -> float:
+    layer.box.other += 1
+    return layer.box.other
+
+
+def _counts_in_a_slot(layer: Any) -> float:
+    layer.box.number += 1
+    return layer.box.number
+
+
+def _counts_in_a_child(layer: Any) -> float:
+    layer.linear.count = getattr(layer.linear, "count", 0) + 1
+    return layer.linear.count
+
+
+def _adds(layer: Any) -> float:
+    layer.total.add_(1)
+    return layer.total.item()
+
+
+def _adds_to_a_view(layer: Any) -> float:
+    layer.row.add_(1)
+    return layer.rows.sum().item()
+
+
+def _replaces(layer: Any) -> float:
+    layer.average = layer.average + 1
+    return layer.average.item()
+
+
+def _toggles(layer: Any) -> float:
+    layer.flag = not layer.flag
+    return 1 + layer.flag
+
+
+def _draws(layer: Any) -> float:
+    return torch.rand((), generator=layer.generator, device="cpu").item()
+
+
+def _draws_in_python(layer: Any) -> float:
+    return layer.random.random()
+
+
+def _draws_in_numpy(layer: Any) -> float:
+    return layer.numpy.random()
+
+
+def _once(act: Any) -> Any:
+    def changes(layer: Any) -> float:
+        if not layer.items:
+            layer.items.append(1)
+            act(layer.linear)
+        return 1.0
+
+    return changes
+
+
+def _patches(linear: Any) -> None:
+    forward = linear.forward
+    linear.forward = lambda x: forward(x) * 0.5
+
+
+BEGINNINGS = {
+    "list": _appends, "dict": _nests, "object": _counts, "slot": _counts_in_a_slot, "child": _counts_in_a_child,
+    "tensor": _adds, "view": _adds_to_a_view, "buffer": _replaces, "flag": _toggles, "generator": _draws,
+    "own python": _draws_in_python, "own numpy": _draws_in_numpy,
+    "hook": _once(lambda linear: linear.register_forward_hook(lambda module, args, output: output * 0.5)),
+    "pre-hook": _once(lambda linear: linear.register_forward_pre_hook(lambda module, args: args[0] * 0.5)),
+    "patch": _once(_patches),
+}  # fmt: skip
+
+
+class Begins(nn.Module):
+    """Begins in one of its calls to change something of itself, which its result depends on."""
+
+    def __init__(self, what: str = "list", first: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.what, self.first, self.calls = what, first, 0
+        self.items, self.table, self.box, self.flag = [], {}, Box(), False
+        self.total = torch.zeros((), device="cpu")
+        self.generator, self.random, self.numpy = (
+            torch.Generator().manual_seed(3),
+            random.Random(3),
+            np.random.default_rng(3),
+        )
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(2, 3))
+
+    @property
+    def row(self) -> Tensor:
+        return self.rows[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scale = BEGINNINGS[self.what](self) if self.calls >= self.first else 1.0
+        return torch.tanh(self.linear(x) * (0.5 + 0.1 * scale))
+
+
 class Recurrent(nn.Module):
     def __init__(self, name: str = "GRU", *, keeps_state: bool = False) -> None:
         super().__init__()

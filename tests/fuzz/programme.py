@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "'python'", "'numpy'", "'own python'", "'own numpy'", "'object'", "'partial'", "'held tensor'",
     ),
     "Late": ("'norm'", "'buffer'", "'list'", "'number'"),
+    "Begins": tuple(f"{what!r}, {first}" for what in layers.BEGINNINGS for first in (1, 6, 8, 12)),
     "Recurrent": ("'GRU'", "'LSTM'", "'RNN'", "'GRU', keeps_state=True", "'LSTM', keeps_state=True"),
     "Attention": ("", "weights=True", "same=False"),
     "Parametrized": ("'spectral'", "'spectral, by hook'", "'weight'", "'orthogonal'"),
@@ -177,7 +178,9 @@ class _Generator:
         root = Node("Chain", "", (Node("Linear"), *body, Node("Linear")), self._policies((), is_chain=True))
         if not root.rules(""):
             root = Node("Chain", "", root.children, (("", (("activation_checkpointing", "True"),)),))
-        shapes = rng.choices(sorted(SHAPES), k=rng.randint(2, 3))
+        # A call that begins something late comes after those that the value check compares in any case.
+        is_long = any(node.kind == "Begins" for node in nodes(root))
+        shapes = rng.choices(sorted(SHAPES), k=rng.randint(7, 9) if is_long else rng.randint(2, 3))
         autocast = rng.random() < 0.25
         return Programme(root, tuple(Step(shape, autocast, rng.random() < 0.8) for shape in shapes))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,7 +62,9 @@ def test_a_broken_engine_is_found_and_the_programme_shrunk(
     programme, outcome = next((p, o) for p, o in found if o.kind == "differs")
     small = shrink(programme, lambda other: execute(other).is_like(outcome))
     assert small.size() <= 6 < programme.size()
-    exec(compile(script_of(small, outcome, "seed"), "script", "exec"), {"__name__": "script"})
+    script = ModuleType("script")
+    monkeypatch.setitem(sys.modules, "script", script)  # where dataclasses look for the types of their fields
+    exec(compile(script_of(small, outcome, "seed"), "script", "exec"), vars(script))
     assert "what differs: ['step 0: " in capsys.readouterr().out
 
 
