@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -41,6 +41,9 @@ from graphckpt.errors import RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE
 from graphckpt.thread_state import RNGState, set_rng_state
 from graphckpt.tree import build_value, flatten_call, flatten_value
+
+AFTER_ANOTHER = "another excluded child is, whose buffers it must find as they were"
+"""Why a call is repeated that could be answered."""
 
 
 class ChangedBuffer(NamedTuple):
@@ -101,7 +104,7 @@ class ExcludedCall:
     It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
     """
 
-    __slots__ = ("_buffers", "_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
+    __slots__ = ("_buffers", "_handles", "_leaves", "_spec", "_versions", "block", "random", "why_repeated")
 
     def __init__(
         self,
@@ -111,20 +114,22 @@ class ExcludedCall:
         random: RNGState,
         buffers: Sequence[ChangedBuffer] = (),
         *,
-        is_repeated: bool = False,
+        why_repeated: str | None = None,
     ) -> None:
         self.block = block
         self.random = random  # after the call: an answered call draws nothing, and what follows must draw as in forward
         leaves, self._spec = flatten_value(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # Code may depend on which object such a tensor is, and an answer is another object.
-        self.is_repeated: bool = is_repeated or any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors)
+        if why_repeated is None and any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors):
+            why_repeated = "it returns a parameter, or a tensor with attributes"  # an answer would be another object
+        self.why_repeated = why_repeated
+        """Why the recomputation repeats the call, as ``explain()`` shows it; ``None`` if it takes the output."""
         self._leaves: list[Any] = []
         """The output, and after it the values of ``_buffers``, which the parent may read later in its forward."""
         self._buffers = buffers
         self._handles: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
-        if self.is_repeated:
+        if why_repeated is not None:
             return
 
         title = call.block.title
@@ -148,23 +153,25 @@ class ExcludedCall:
         """How many hooks it has registered that :meth:`remove_hooks` has not removed yet."""
         return len(self._handles)
 
-    def after_forward(self, call_state: CallState) -> None:
-        # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
-        if are_mutated(self._versions) or not self.block.state.ids().isdisjoint(call_state.changed_modules()):
-            self.repeat()
+    def after_forward(self, changed: Collection[int]) -> None:
+        """Notes what the parent has done since; ``changed`` are the ids of modules whose attributes have changed."""
+        if are_mutated(self._versions):
+            self.repeat("its parent modifies its output in place")
+        elif not self.block.state.ids().isdisjoint(changed):
+            self.repeat("it sets attributes of its modules, which its parent may read")
         self._versions = []
 
     def remove_hooks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def repeat(self) -> None:
-        self.is_repeated = True
+    def repeat(self, why: str = AFTER_ANOTHER) -> None:
+        self.why_repeated = self.why_repeated or why
         self._leaves = []
 
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        leaves = None if self.is_repeated else take_all(self._leaves)
+        leaves = None if self.why_repeated else take_all(self._leaves)
         if leaves is None:
             return False, None
         num_leaves = len(leaves) - len(self._buffers)
@@ -214,12 +221,14 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
         # Also where the child has raised, which forward may catch: a recomputation finds calls by their positions.
         with engine_ops():
             mutated = [tensor for tensor, version in versions if tensor._version != version]
-            is_repeated = not is_done or bool(mutated) or any(differs(owner, then) for owner, then in objects)
+            why = None if is_done else "it raises an error"
+            if mutated or any(differs(owner, then) for owner, then in objects):
+                why = why or "it modifies its arguments"
             for frame in originals:
                 if mutated and frame.contexts is not None:
                     frame.contexts.drop_mutated(mutated)
-                buffers = [] if is_repeated else _changed_buffers(block, frame.state_before)
-                call = ExcludedCall(block, output, frame, frame.rng_state(), buffers, is_repeated=is_repeated)
+                buffers = [] if why else _changed_buffers(block, frame.state_before)
+                call = ExcludedCall(block, output, frame, frame.rng_state(), buffers, why_repeated=why)
                 frame.excluded.append(call)
     return output
 
@@ -235,7 +244,8 @@ def run_excluded_without_gradients(
         if isinstance(run, Recomputation):
             run.excluded_cursor += 1
         else:
-            run.frame.excluded.append(ExcludedCall(block, None, run.frame, run.frame.rng_state(), is_repeated=True))
+            why = "it runs without gradients"
+            run.frame.excluded.append(ExcludedCall(block, None, run.frame, run.frame.rng_state(), why_repeated=why))
     return function(*args, **kwargs)
 
 
@@ -295,12 +305,12 @@ def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     if is_answered:
         set_rng_state(call.random)
         return True, output
-    before = [each for each in frame.excluded[:position] if each.has_buffers and not each.is_repeated]
+    before = [each for each in frame.excluded[:position] if each.has_buffers and not each.why_repeated]
     if before and call.has_buffers:  # which it must find as they have left them
         for each in frame.excluded:
             each.repeat()
         raise CallMismatch
-    block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
+    block.note(f"it is recomputed: {call.why_repeated or 'its output was modified in place'}")
     return False, None
 
 

@@ -399,12 +399,14 @@ class Frame(Execution, Call):
             )
             if self._is_joined and self.before is None:
                 block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
-            for call in self.excluded:
-                call.after_forward(call_state)
-            # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
-            if self.excluded and any(call.is_repeated and call.has_buffers for call in self.excluded):
+            if self.excluded:
+                changed = call_state.changed_modules()
                 for call in self.excluded:
-                    if call.has_buffers:
+                    call.after_forward(changed)
+                # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
+                with_buffers = [call for call in self.excluded if call.has_buffers]
+                if any(call.why_repeated for call in with_buffers):
+                    for call in with_buffers:
                         call.repeat()
             if self.contexts is not None:
                 self.contexts.after_forward(self, has_failed=self._failure is not None)
@@ -433,7 +435,7 @@ class Frame(Execution, Call):
 
     def _unread_parameters(self) -> frozenset[int]:
         """Returns the ids of parameters that the recomputation does not read: those of calls that are not repeated."""
-        tensors = (tensor for call in self.excluded if not call.is_repeated for tensor in call.block.state.tensors())
+        tensors = (tensor for call in self.excluded if not call.why_repeated for tensor in call.block.state.tensors())
         return frozenset(id(tensor) for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
 
     @property

@@ -464,3 +464,46 @@ def ReadsObserver(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("policies", [{"0": True, "0.child": False}, {"0": "selective", "0.child": _DISK}])
 def test_a_buffer_that_the_first_call_of_an_excluded_child_resizes(policies: dict[str, Any]) -> None:
     assert_same_steps(lambda: nn.Sequential(ReadsObserver(), nn.Linear(D, D)), policies)
+
+
+@as_module(lambda act, around: {"linear": nn.Linear(D, D), "child": Acts(act), "around": around})
+def Around(self: Any, x: Tensor) -> Tensor:
+    return torch.tanh(self.around(self.child, self.linear(x)))
+
+
+@as_module(lambda act: {"linear": nn.Linear(D, D), "act": act, "count": 0})
+def Acts(self: Any, x: Tensor) -> Tensor:
+    return self.act(self, x)
+
+
+def counts(child: Any, x: Tensor) -> Tensor:
+    child.count += 1
+    return child.linear(x)
+
+
+def fails(child: Any, x: Tensor) -> Tensor:
+    raise ValueError("no")
+
+
+def tries(child: Any, x: Tensor) -> Tensor:
+    try:
+        return child(x)
+    except ValueError:
+        return x
+
+
+WHY: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
+    "it modifies its arguments": (lambda child, x: child.linear(x.mul_(2)), lambda child, x: child(x * 1)),
+    "it raises an error": (fails, tries),
+    "it returns a parameter": (lambda child, x: child.linear.weight, lambda child, x: x @ child(x)),
+    "its parent modifies its output in place": (lambda child, x: child.linear(x), lambda child, x: child(x).mul_(2)),
+    "it sets attributes of its modules": (counts, lambda child, x: child(x)),
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_explain_says_why_an_excluded_child_is_recomputed(why: str) -> None:
+    model = nn.Sequential(Around(*WHY[why]))
+    with graphckpt.apply(model, {"0": True, "0.child": False}) as handle:
+        model(torch.ones(2, D)).sum().backward()
+        assert f"it is recomputed: {why}" in str(handle.explain())
