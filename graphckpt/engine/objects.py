@@ -404,46 +404,6 @@ def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:
         owner[key] = value
 
 
-def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that an op writes to by its schema, such as ``Tensor(a!) self``."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
-
-
-# Ops that update running statistics in place, although their schemas do not mark them and no version is counted.
-_BATCH_NORMS = (
-    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
-    "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
-)  # fmt: skip
-_POSITIONS_OF_STATISTICS = {
-    op: {argument.name: position for position, argument in enumerate(op._schema.arguments)}
-    for op in (getattr(torch.ops.aten, name).default for name in _BATCH_NORMS)
-}
-
-
-def statistics_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the running statistics that a batch norm updates, empty for any other op and in evaluation."""
-    positions = _POSITIONS_OF_STATISTICS.get(func)
-    if positions is None:
-        return []
-
-    def value(name: str, default: Any) -> Any:
-        position = positions.get(name, len(args))
-        return args[position] if position < len(args) else kwargs.get(name, default)
-
-    if not value("training", default=True):
-        return []
-    return [t for name in ("running_mean", "running_var") if (t := value(name, default=None)) is not None]
-
-
 # Containers and objects in the attributes of modules
 
 

@@ -484,24 +484,14 @@ class Arguments:
         if learning:
             mutated |= {each.position for each in originals if _has_new_values(each)}
             call.block.mutated = self._mutated = mutated | call.block.mutated
-        names = self._shared_memory(state, call_state, originals) if mutated or learning else None
-        message = None
-        if names is not None:
-            message = (
-                f"{call.block.title}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which "
-                "share memory; the recomputation cannot restore both · fix: pass a clone"
-            )
-        elif not mutated <= self._mutated:
-            message = mismatch.mutates_argument(call.block.title, self.name(min(mutated - self._mutated)))
-        if message is not None:
-            self.drop(message)
-            raise RecomputeError(message)
+        if mutated or learning:
+            names = self._shared_memory(state, call_state, originals)
+            message = self._refusal(call.block.title, names, mutated - self._mutated)
+            if message is not None:
+                self.drop(message)
+                raise RecomputeError(message)
         if learning:
-            for each in originals:
-                is_mutated = each.position in self._mutated
-                # What was passed on stays with the hooks around, which must receive the same in every call.
-                if not isinstance(self.leaves[each.position], PassedOn):
-                    self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
+            self._keep_all(call, originals, previous)
         self._changed = changed = [*changed, *call_state.changed_tensors]
         # What shares its version counter with an argument or a buffer is a view of it, and of these a copy exists, or
         # an error was raised above. Other memory cannot be restored; `take` raises, as only backward needs it.
@@ -510,6 +500,24 @@ class Arguments:
             restorable = [tensor for tensor in restorable if not tensor.is_inference()]
             if not all(any(share_version_counter(tensor, each) for each in restorable) for tensor in self._changed):
                 self.drop(mismatch.modifies_held_tensor(call.block.title))
+
+    def _refusal(self, title: str, sharing: list[str] | None, unexpected: frozenset[int]) -> str | None:
+        """Says why a call whose forward has modified arguments cannot be recomputed, if it cannot."""
+        if sharing is not None:
+            names = " or ".join(f"`{name}`" for name in sharing)
+            return (
+                f"{title}: forward modified {names} in place, which share memory; the recomputation cannot "
+                "restore both · fix: pass a clone"
+            )
+        return mismatch.mutates_argument(title, self.name(min(unexpected))) if unexpected else None
+
+    def _keep_all(self, call: Call, originals: Iterable[_OriginalArgument], previous: BlockOutput | None) -> None:
+        """Keeps the arguments of a first call, once it is known which of them forward modifies."""
+        for each in originals:
+            # What was passed on stays with the hooks around, which must receive the same in every call.
+            if not isinstance(self.leaves[each.position], PassedOn):
+                copied = each.copied if each.position in self._mutated else None
+                self.leaves[each.position] = self._keep(call, each, copied, previous)
 
     def _record_objects(self, call: Call) -> None:
         """Counts the tensors that objects among the arguments hold: those before the call, and those after it."""

@@ -14,7 +14,7 @@ shapes follow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
+from graphckpt._compat import WithoutValues, call_with_autocast, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.execution import (
@@ -35,9 +35,16 @@ from graphckpt.engine.execution import (
     running,
 )
 from graphckpt.engine.frame import Contexts, Frame
-from graphckpt.engine.objects import mutated_by, statistics_of
 from graphckpt.engine.saved import SavedTensor, are_mutated, save_tensor, take_all, versions_of
 from graphckpt.errors import RecomputeError
+from graphckpt.rules.effects import (
+    PLAIN_CLASSES,
+    Effects,
+    is_plain_tensor,
+    mutated_by,
+    statistics_of,
+    tensors_among,
+)
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 
 # Note [How an op is recognized]
@@ -139,38 +146,26 @@ class OpGraph:
     """By storage: the call that has written it last. Weak, since a new storage may have the id of one that is freed."""
 
     def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        inputs = list(_tensors(chain(args, kwargs.values())))
-        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
-        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if schema is None or not all(map(_is_plain, chain(inputs, results))):
+        effects = Effects.of(func, args, kwargs, output)
+        if effects is None:
             self.is_complete = False
             return
         # Read before this op is added as the producer of what it writes: `y.add_(1)` reads the `y` of an earlier op.
-        producers = frozenset(m for t in inputs if (m := self._producer.get(t.untyped_storage())) is not None)
-        call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
-        own = len(self.calls)
-        if schema.is_mutable:
+        producers = frozenset(m for t in effects.reads if (m := self._producer.get(t.untyped_storage())) is not None)
+        call = OpCall(func, number, producers, tuple(map(_meta, effects.leaves)), effects.spec)
+        own, results = len(self.calls), effects.makes
+        call.is_view, call.has_statistics = effects.is_view, bool(effects.statistics)
+        if effects.writes is not None:
             # `y.add_(1)` on a `y` of the block can be skipped with `y`. An op that writes to other arguments, or to a
             # tensor from before the block, has an effect that outlives the recomputation: it must run.
-            written = list(mutated_by(func, args, kwargs))
-            call.mutates = len(written) == 1 and written[0] is output and args[0] is output
+            call.mutates = len(effects.writes) == 1 and effects.writes[0] is output and args[0] is output
             call.must_run = not call.mutates or output.untyped_storage() not in self._producer
-            for storage in dict.fromkeys(tensor.untyped_storage() for tensor in written):  # several may be views of one
-                producer = self._producer.get(storage)
-                if producer is not None:
-                    self.calls[producer].is_mutated = True
-                self._producer[storage] = own
-        else:
-            # By memory, not by schema: `_unsafe_view` and `unsafe_split` return views that theirs do not declare.
-            input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
-            call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
-            statistics = statistics_of(func, args, kwargs)
-            call.has_statistics = bool(statistics)
-            for tensor in statistics:  # `instance_norm` repeats those of its module for each sample
-                producer = self._producer.get(tensor.untyped_storage())
-                if producer is not None:
-                    self.calls[producer].is_mutated = True
+        modified = dict.fromkeys(t.untyped_storage() for t in chain(effects.writes or (), effects.statistics))
+        for storage in modified:  # several may be views of one; `instance_norm` repeats statistics for each sample
+            producer = self._producer.get(storage)
+            if producer is not None:
+                self.calls[producer].is_mutated = True
+        self._producer.update(dict.fromkeys((t.untyped_storage() for t in effects.writes or ()), own))
         # Now all is there that says whether the result can be kept, and so whether this op is the producer of its
         # memory. A view is not: the op that has made its memory stays the producer, and is what readers of the view
         # depend on.
@@ -192,7 +187,7 @@ class OpGraph:
     def saves(self, tensor: torch.Tensor) -> None:
         # what an op fills after autograd has saved it is complete once the op has run
         self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
-        if not _is_plain(tensor):
+        if not is_plain_tensor(tensor):
             self.is_complete = False
             return
         storage = tensor.untyped_storage()
@@ -231,22 +226,6 @@ class OpGraph:
                 if not is_kept(self.calls[number]):
                     todo.extend(self.calls[number].inputs)
         return needed
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-_PLAIN_CLASSES: Collection[type] = (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) in _PLAIN_CLASSES or is_fake(tensor)
-    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _meta(leaf: Any) -> Any:
@@ -388,7 +367,7 @@ class SelectiveContexts(Contexts):
         """Whether the forward has given a parameter or a buffer other memory, as ``parameter.data = ...`` does."""
 
     def original_forward(self, frame: Frame) -> OpMode:
-        plain = (each for each in frame.state_before.tensors if type(each) in _PLAIN_CLASSES and _is_plain(each))
+        plain = (each for each in frame.state_before.tensors if type(each) in PLAIN_CLASSES and is_plain_tensor(each))
         self._memory = [(each, each.data_ptr()) for each in plain]
         # The hooks around must see the same tensors in each call.
         if frame.outer_hooks is None and self._signature is not None:
@@ -427,7 +406,7 @@ class SelectiveContexts(Contexts):
         versions = versions_of(aliases)
         entries = [save_tensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
-        for tensor in _tensors(aliases):
+        for tensor in tensors_among(aliases):
             self.storages.setdefault(id(storage_of(tensor)), []).append(key)
         self._results[key] = SavedResult(entries, spec, versions, random, len(statistics))
         self._keys.append(key)
@@ -614,7 +593,7 @@ class ForwardMode(OpMode):
         if contexts.storages:
             contexts.drop_mutated(chain(mutated_by(func, args, kwargs), statistics))
         # Sizes of jagged tensors are ops as well, which the two executions ask for a different number of times.
-        if is_wanted and any(True for _ in _tensors((output,))):
+        if is_wanted and any(True for _ in tensors_among((output,))):
             contexts.keep(key, output, frame, statistics)
         if graph is not None:
             run = running.get()
@@ -636,7 +615,9 @@ class RecomputationMode(OpMode):
         super().__init__(contexts, frame)
         self._schedule = contexts.schedule
         tensors = frame.block.tensors() if contexts.assigns_data else ()
-        self._memory = [(each, each.data) for each in tensors if type(each) is torch.nn.Parameter and _is_plain(each)]
+        self._memory = [
+            (each, each.data) for each in tensors if type(each) is torch.nn.Parameter and is_plain_tensor(each)
+        ]
         self._position = 0  # in the schedule
         run = running.get()
         self._skips = isinstance(run, Recomputation) and not run.returns_output  # which needs the values of the last op

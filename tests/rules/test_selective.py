@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
-from graphckpt.engine.objects import statistics_of
 from graphckpt.rules import Selective
+from graphckpt.rules.effects import statistics_of
 
 # Legend: N rows, D width, H hidden width
 
