@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, starmap
+from itertools import chain, filterfalse, islice, starmap
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
@@ -39,7 +39,7 @@ from graphckpt.engine.objects import (
     ObjectCopy,
     Objects,
     changed_tensors,
-    copy_objects,
+    copy_few,
     differs,
     find_copied,
     is_plain_data,
@@ -60,10 +60,9 @@ from graphckpt.undo import Undo
 #   subject                            by `take`, before the call         by `put_in_place`, for the recomputation
 #   attributes of a module             copies its `__dict__`              a copy of that is its `__dict__`: whatever the
 #                                                                         recomputation sets is gone with it
-#   its buffers and children, by       copies these dicts                 likewise
-#   name; its hooks
-#   its parameters, by name            likewise                           its own dict, with these parameters: FSDP
-#                                                                         exchanges them while a recomputation runs
+#   its buffers and children, by       copies these dicts                 the dicts have these contents: handles of
+#   name; its hooks                                                       hooks refer to the dicts
+#   its parameters, by name            likewise                           likewise, but for what FSDP exchanges
 #   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
 #   object in an attribute                                                one if it is gone, or replaced by another
 #   what these reach                   copies the contents, one level     the same objects, with these contents
@@ -98,6 +97,7 @@ _parameters_of: Final = itemgetter("_parameters")
 _NORMS: Final = nn.modules.batchnorm._NormBase
 # An attribute that reaches more than this is a part of the program: a walk of it takes 100 us.
 _MAX_REACHED: Final = 256
+_MAX_ITEMS: Final = 4096  # likewise, in all of these
 _GLOBAL_HOOKS: Final = [*chain.from_iterable(global_forward_hooks())]  # of `register_module_forward_hook`
 _set_attribute: Final = object.__setattr__  # `nn.Module.__setattr__` looks for parameters
 
@@ -121,8 +121,10 @@ class CallState:
     """The indices of those that share memory with others."""
     parameters: list[tuple[int, dict[str, Any]]]
     """Of the modules that have some: number of the module, parameters by name."""
-    has_dicts: bool
-    """Whether a module has buffers or hooks."""
+    buffers: list[tuple[int, dict[str, Any]]]
+    """Likewise."""
+    dicts: Objects
+    """The dicts of buffers, children and hooks that are not empty, and their contents."""
     trainable: tuple[bool, ...]
     """``requires_grad`` of each parameter."""
     object_copies: list[tuple[int, str, ObjectCopy]]
@@ -198,7 +200,7 @@ class _Attributes:
                 self.reached.append(value)
                 return value
             self._copy_of[id(value)] = copied
-            for item in copied.reaches:
+            for item in copied.reaches if len(copied.reaches) <= _MAX_ITEMS else ():  # of more, its own items alone
                 if isinstance(item, torch.Tensor):
                     self.versions.append((item, version_of(item)))
                 else:
@@ -249,7 +251,7 @@ class ModuleState:
         """How many tensors there are, and which of them later calls clone, where a first call has shown it."""
         self._moved: dict[Modes, set[tuple[int, str, str]]] = {}
         """Tensors that calls modify in place: number of the module, ``"_buffers"`` or ``""``, name."""
-        self._large: dict[int, weakref.ref[Any]] = {}  # objects in attributes that reach more than `_MAX_REACHED`
+        self._large: dict[int, Any] = {}  # what attributes reached in the last call that reaches more than that
         # The last copies of plain data, such as a config, which serve while they are the same.
         self._plain: dict[int, ObjectCopy] = {}
         self._last: tuple[list[Any], Objects] = [], []
@@ -292,9 +294,10 @@ class ModuleState:
         fields = [*map(dict.copy, _fields_of(self._modules))]
         modes = tuple([each.get("training") for each in fields])
         named: list[tuple[int, dict[str, Any]]] = []
+        named_buffers: list[tuple[int, dict[str, Any]]] = []
         parameters: list[Any] = []
         buffers: list[Any] = []
-        has_dicts = False
+        dicts: Objects = [(each := fields[at]["_modules"], each.copy()) for at in self._containers]
         for at, (own, has_any) in enumerate(
             zip(map(_parameters_of, fields), map(any, map(_dicts_of, fields)), strict=True)
         ):
@@ -302,13 +305,10 @@ class ModuleState:
                 named.append((at, own.copy()))
                 parameters += own.values()
             if has_any:
-                has_dicts = True
-                each = fields[at]
-                for name in _DICTS:
-                    each[name] = each[name].copy()
-                buffers += each["_buffers"].values()
-        for at in self._containers:
-            fields[at]["_modules"] = fields[at]["_modules"].copy()
+                dicts += [(each, each.copy()) for name in _DICTS if (each := fields[at][name])]
+                if own_buffers := fields[at]["_buffers"]:
+                    named_buffers.append((at, own_buffers.copy()))
+                    buffers += own_buffers.values()
         parameters += self._scripted_parameters
         tensors = [*parameters, *buffers]
         num_parameters = len(parameters)
@@ -322,10 +322,13 @@ class ModuleState:
         if num_tensors is None:
             copied = range(num_parameters, len(tensors))
         elif num_tensors != len(tensors):  # buffers or attributes have come or gone
-            _, copied = self._copied[modes] = len(tensors), self._choose(fields, modes, num_parameters, tensors)
-        has_views = len(tensors) > num_parameters and any(map(_is_view, tensors[num_parameters:]))
-        if num_tensors != len(tensors) or has_views:  # another view may have come in the place of one
-            self._shared = _sharing(tensors, range(num_parameters, len(tensors)))
+            copied = self._choose(fields, modes, named_buffers, num_parameters, tensors)
+            self._copied[modes] = len(tensors), copied
+        # Another view may have come in the place of one, as an attribute, in a container, or as a buffer.
+        has_others = len(tensors) > num_parameters + len(buffers) or attributes.versions
+        if num_tensors != len(tensors) or has_others or any(map(_is_view, buffers)):
+            others = [each for each, _ in attributes.versions]
+            self._shared = _sharing([*tensors, *others], range(num_parameters, len(tensors)))
         return CallState(
             fields=fields,
             modes=modes,
@@ -335,7 +338,8 @@ class ModuleState:
             copies={at: each.detach().clone() for at in copied if is_clonable(each := tensors[at])} if copied else {},
             shared=self._shared,
             parameters=named,
-            has_dicts=has_dicts,
+            buffers=named_buffers,
+            dicts=dicts,
             trainable=_trainable(parameters),
             object_copies=attributes.objects,
             objects=objects,
@@ -351,9 +355,14 @@ class ModuleState:
         for at, num_own in self._users:
             own = fields[at]
             for key, value in islice(own.items(), num_own, None):
-                if type(value) in ATOMS or isinstance(value, CODE) or (not num_own and key in _OWN_NAMES):
+                if type(value) in ATOMS or (not num_own and key in _OWN_NAMES):
                     continue
-                own[key] = (attributes.tensor if isinstance(value, torch.Tensor) else attributes.object)(at, key, value)
+                try:
+                    if not isinstance(value, CODE):
+                        take = attributes.tensor if isinstance(value, torch.Tensor) else attributes.object
+                        own[key] = take(at, key, value)
+                except ReferenceError:  # a weak proxy of what is gone
+                    continue
         if attributes.objects:
             self._plain = attributes.plain()
         return attributes
@@ -369,20 +378,22 @@ class ModuleState:
             if is_users or not num_own or not _NUMBERS.issuperset(map(type, values)):
                 self._users.append((at, num_own))
 
-    def _choose(self, fields: list[Fields], modes: Modes, num_parameters: int, tensors: Sequence[Any]) -> list[int]:
+    def _choose(
+        self,
+        fields: list[Fields],
+        modes: Modes,
+        buffers: list[tuple[int, dict[str, Any]]],
+        num_parameters: int,
+        tensors: Sequence[Any],
+    ) -> list[int]:
         """Returns the tensors that later calls clone: small ones, statistics that move, and what was modified."""
         places = self._moved.get(modes, ())
-        moved = {id(tensor) for place, tensor in self._places(fields) if place in places}
+        moved = {id(tensor) for place, tensor in _places(fields, buffers) if place in places}
         # The kernel of a norm writes its statistics without a new version, so that they always count as changed.
-        for ref, own in zip(self._modules, fields, strict=True):
-            if own["_buffers"] and own["training"] and isinstance(ref(), _NORMS):
-                moved.update(map(id, own["_buffers"].values()))
+        for at, own in buffers:
+            if fields[at]["training"] and isinstance(self._modules[at](), _NORMS):
+                moved.update(map(id, own.values()))
         return [at for at in range(num_parameters, len(tensors)) if id(tensors[at]) in moved or is_small(tensors[at])]
-
-    def _places(self, fields: list[Fields]) -> Iterator[tuple[tuple[int, str, str], Any]]:
-        for at, own in enumerate(fields):
-            yield from (((at, "_buffers", key), tensor) for key, tensor in own["_buffers"].items())
-            yield from (((at, "", key), value) for key, value in own.items() if isinstance(value, torch.Tensor))
 
     def _reach(self, values: list[Any]) -> Objects:
         """Copies the contents of all that ``values`` reach, but of what is a part of the program."""
@@ -390,18 +401,19 @@ class ModuleState:
         if len(values) == len(last) and all(map(is_, values, last)) and not any(starmap(differs, objects)):
             return objects
         if self._large:
-            values = [value for value in values if (ref := self._large.get(id(value))) is None or ref() is not value]
-        objects = copy_objects(values, limit=4 * _MAX_REACHED)
-        if len(objects) > _MAX_REACHED:
-            sizes = [len(copy_objects([value], limit=_MAX_REACHED + 1)) for value in values]
-            small = [value for value, size in zip(values, sizes, strict=True) if size <= _MAX_REACHED]
-            for value, size in zip(values, sizes, strict=True):
-                if size > _MAX_REACHED and type(value).__weakrefoffset__:  # not looked into again
-                    self._large[id(value)] = weakref.ref(value)
-            values, objects = small, copy_objects(small)
+            ids = set(map(id, values))
+            self._large = {number: value for number, value in self._large.items() if number in ids}
+        few = [value for value in values if id(value) not in self._large]
+        objects = copy_few(few, limit=4 * _MAX_REACHED, max_items=4 * _MAX_ITEMS) or self._reach_each(few)
         # It is held until the next call, and so must lead neither to a graph nor back to the modules.
         self._last = (values, objects) if is_plain_data(values, objects) else ([], [])
         return objects
+
+    def _reach_each(self, values: list[Any]) -> Objects:
+        """Notes those that reach much, so that later calls do not look into them."""
+        copies = [copy_few([value], limit=_MAX_REACHED, max_items=_MAX_ITEMS) for value in values]
+        self._large |= {id(value): value for value, copied in zip(values, copies, strict=True) if copied is None}
+        return [entry for copied in copies for entry in copied or ()]
 
     # ---- after a call
 
@@ -410,16 +422,19 @@ class ModuleState:
         if state.objects and (modified := changed_tensors(state.objects)):
             state.objects, state.changed_tensors = without_tensors(state.objects, modified), modified
         if learning:
+            self._sizes = []  # what was a number may be a list by now: look again
             changed = {id(state.tensors[at]) for at in state.copies if has_changed(state, at)}
-            moved = {place for place, tensor in self._places(state.fields) if id(tensor) in changed}
+            moved = {place for place, tensor in _places(state.fields, state.buffers) if id(tensor) in changed}
             self._moved.setdefault(state.modes, set()).update(moved)
-            copied = set(self._choose(state.fields, state.modes, len(state.trainable), state.tensors))
+            copied = set(self._chosen(state))
             state.copies = {at: clone for at, clone in state.copies.items() if at in copied}
 
     def remember(self, state: CallState) -> None:
         """Has later calls in these modes clone what a first one has shown, whose state after the call is ``state``."""
-        copied = self._choose(state.fields, state.modes, len(state.trainable), state.tensors)
-        self._copied[state.modes] = len(state.tensors), copied
+        self._copied[state.modes] = len(state.tensors), self._chosen(state)
+
+    def _chosen(self, state: CallState) -> list[int]:
+        return self._choose(state.fields, state.modes, state.buffers, len(state.trainable), state.tensors)
 
     def forget(self, state: CallState) -> None:
         self._copied.pop(state.modes, None)
@@ -435,11 +450,10 @@ class ModuleState:
         return None
 
     def name(self, index: int, state: CallState) -> str:
-        for ref, fields in zip(self._modules, state.fields, strict=True):
-            for owner in (fields["_parameters"], fields["_buffers"], fields):
-                for key, value in owner.items():
-                    if value is state.tensors[index]:
-                        return f"`{key}` of its {type(ref()).__name__}"
+        for at, owner in (*state.parameters, *state.buffers, *enumerate(state.fields)):
+            for key, value in owner.items():
+                if value is state.tensors[index]:
+                    return f"`{key}` of its {type(self._modules[at]()).__name__}"
         return self._scripted.name(state.tensors[index])
 
     def held_tensors(self, state: CallState) -> Iterator[Any]:
@@ -464,10 +478,13 @@ class ModuleState:
         """
         live = _fields_of(self._modules)
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
-        for at in self._containers:
-            fields[at]["_modules"] = fields[at]["_modules"].copy()
-        if state.has_dicts or any(chain.from_iterable(map(_dicts_of, live))):
-            _put_dicts(fields, live)
+        # The dicts of buffers, children and hooks stay, with other contents: handles of hooks refer to them.
+        added = [each for each in chain.from_iterable(map(_dicts_of, live)) if each] if _have_dicts(live) else []
+        if added or state.dicts:
+            ids = {id(owner) for owner, _ in state.dicts}
+            swap([*state.dicts, *((each, {}) for each in added if id(each) not in ids)], undo)
+        empty = [*filterfalse(None, chain.from_iterable(map(_dicts_of, fields)))]  # by now, as they were at the call
+        undo.append((_empty, (empty, fields)))
         present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
         num_present = len(present) + len(self._scripted_parameters)
         if num_present != len(state.trainable) or not all(map(is_, present, state.tensors)):
@@ -482,7 +499,7 @@ class ModuleState:
             before = {id(owner): content for owner, content in state.objects}
             swap([(hooks, before.get(id(hooks), {})) for hooks in _GLOBAL_HOOKS], undo)
         modules = [ref() for ref in self._modules]
-        undo.append((_give_fields, (modules, live, fields)))
+        undo.append((_give_fields, (modules, live)))
         _give_fields(modules, fields)
         if state.scripted:
             self._scripted.put_in_place(state.scripted, undo)
@@ -535,14 +552,32 @@ def _fields_of(modules: Iterable[weakref.ref[nn.Module]]) -> list[Fields]:
     return [_NO_MODULE if (module := ref()) is None else module.__dict__ for ref in modules]
 
 
-def _put_dicts(fields: list[Fields], live: list[Fields]) -> None:
-    """Puts copies of the dicts of buffers and hooks into ``fields``, where there were some or are some by now."""
-    # The others share the empty dicts with ``live``, which are emptied again afterwards.
-    has_dicts = map(any, map(chain, map(_dicts_of, fields), map(_dicts_of, live)))
-    for own, now, has_any in zip(fields, live, has_dicts, strict=True):
-        if has_any:
-            for name in _DICTS:  # one that was empty was not copied: what is in it by now has come since
-                own[name] = type(own[name])() if own[name] is now[name] else own[name].copy()
+def _have_dicts(fields: list[Fields]) -> bool:
+    """Whether a module has buffers or hooks."""
+    return any(map(any, map(_dicts_of, fields)))
+
+
+def _empty(dicts: list[dict[Any, Any]], fields: list[Fields]) -> None:
+    """Empties ``dicts`` of buffers and hooks, in which a recomputation may have put some, and drops their notes."""
+    if not any(dicts):
+        return
+    for each in dicts:
+        each.clear()
+    for own in fields:
+        numbers = {*own["_forward_hooks"], *own["_forward_pre_hooks"]}
+        for name in _DICTS[5:]:
+            for number in [number for number in own[name] if number not in numbers]:
+                del own[name][number]
+
+
+def _places(
+    fields: list[Fields], buffers: list[tuple[int, dict[str, Any]]]
+) -> Iterator[tuple[tuple[int, str, str], Any]]:
+    """Yields the buffers and the tensors in attributes with where they are."""
+    for at, own in buffers:
+        yield from (((at, "_buffers", key), tensor) for key, tensor in own.items())
+    for at, own in enumerate(fields):
+        yield from (((at, "", key), value) for key, value in own.items() if isinstance(value, torch.Tensor))
 
 
 def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], undo: Undo) -> None:
@@ -555,17 +590,11 @@ def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fie
         restore(now, wanted)
 
 
-def _give_fields(modules: list[nn.Module | None], fields: list[Fields], after: Sequence[Fields] = ()) -> None:
-    """Makes ``fields`` the ``__dict__`` of the modules; ``after`` are those of a recomputation that has ended."""
+def _give_fields(modules: list[nn.Module | None], fields: list[Fields]) -> None:
+    """Makes ``fields`` the ``__dict__`` of the modules."""
     for module, own in zip(modules, fields, strict=True):
         if module is not None:
             _set_attribute(module, "__dict__", own)
-    # A buffer or a hook that the recomputation has registered where there were none: the dict is that of `fields` too.
-    for own, used, has_any in zip(fields, after, map(any, map(_dicts_of, after)), strict=False):
-        if has_any:
-            for name in _DICTS:
-                if used[name] is own[name]:
-                    own[name].clear()
 
 
 def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:

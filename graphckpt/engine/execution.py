@@ -185,9 +185,10 @@ class Recomputation(Execution):
                 if holder.shape != shape or holder.dtype is not dtype:
                     kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
-                exchanged = self.borrowed.exchanged
-                if id(tensor) in self.borrowed.lent:
-                    tensor = tensor.data  # when this ends, the buffer gets its own memory back; the alias does not
+                lent, exchanged = self.borrowed
+                if lent and (id(tensor) in lent or (tensor._is_view() and id(tensor._base) in lent)):
+                    # When this ends, the buffer gets its own memory and version back; this alias keeps what it has.
+                    tensor = tensor.data
                 elif exchanged and (id(tensor) in exchanged or id(storage_of(tensor)) in exchanged):
                     with engine_ops():
                         tensor = tensor.detach().clone()  # when this ends, the memory gets its own values back

@@ -270,25 +270,33 @@ def restore(owner: Any, then: Any) -> None:
         fill(owner, then)
 
 
-def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MAX_OBJECTS) -> Objects:
+def copy_objects(values: Iterable[Any], *, limit: int = _MAX_OBJECTS) -> Objects:
     """Copies, one level deep each, the containers, attributes and generators that objects among ``values`` reach.
 
     This is how a key-value cache that is passed by reference can be seen as it was.
 
     Args:
         values: The objects.
-        deeply: ``False`` copies those among them that are containers, and nothing that they reach.
         limit: How many objects are copied at most.
 
-    The copy of a single container comes first, and the versions of tensors come last.
+    The versions of tensors come last.
     """
-    if not deeply:
-        objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
-        return objects + _versions(item for owner, content in objects for item in items_of(owner, content))
+    return _copy(values, limit, sys.maxsize)[0]
+
+
+def copy_few(values: Iterable[Any], *, limit: int, max_items: int) -> Objects | None:
+    """Copies likewise; ``None`` if there are more than ``limit`` objects, or more than ``max_items`` in them."""
+    objects, is_complete = _copy(values, limit, max_items)
+    return objects if is_complete else None
+
+
+def _copy(values: Iterable[Any], limit: int, max_items: int) -> tuple[Objects, bool]:
     ids: set[int] = set()  # of what `objects` holds, so that none of them is freed and its id given to another
-    objects, tensors = [], []
+    objects: Objects = []
+    tensors: list[torch.Tensor] = []
     todo = [value for value in values if _is_mutable(value)]
-    while todo and len(objects) < limit:
+    num_items = 0
+    while todo and len(objects) < limit and num_items <= max_items:
         value = todo.pop()
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__
@@ -300,16 +308,19 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MA
             items = [*value]
         for owner in owners_of(value):
             number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
-            if number not in ids:
+            if number not in ids and not (isinstance(owner, CONTAINERS) and len(owner) > max_items):
                 ids.add(number)
                 objects.append((owner, content := contents(owner)))
                 items += items_of(owner, content)
+            elif number not in ids:
+                num_items += len(owner)
+        num_items += len(items)
         for item in items:
             if isinstance(item, torch.Tensor):
                 tensors.append(item)
             elif type(item) not in ATOMS:
                 todo.append(item)
-    return objects + _versions(tensors)
+    return objects + _versions(tensors), not todo and num_items <= max_items
 
 
 def _is_mutable(value: Any) -> bool:
@@ -491,6 +502,8 @@ def _has_attributes_alone(value: Any) -> bool:
     """Whether the state of an object is its ``__dict__``, so that an equal one can be made."""
     layout = _layout_of(value)
     if layout.is_closed or layout.accessors is not None or layout.slots or isinstance(value, _DELEGATES):
+        return False
+    if hasattr(type(value), "__del__"):  # which would run for the equal one too
         return False
     return layout.create in _NEW and type(attribute_of(value, "__dict__")) is dict
 
