@@ -112,6 +112,8 @@ class CallState:
     modes: Modes
     is_first: bool
     """Whether it is a first call, which clones all tensors."""
+    layout: tuple[Any, ...]
+    """How many tensors there are, and the names of the buffers."""
     tensors: tuple[Any, ...]
     """Parameters, then buffers, then tensors in attributes: all indices count so."""
     versions: tuple[int, ...]
@@ -247,8 +249,8 @@ class ModuleState:
         self._sizes: list[int] = []  # how many attributes each module had when `_look` was called, PyTorch's own too
         self._users: list[tuple[int, int]] = []
         """The modules whose attributes are looked into, and how many of PyTorch's own they begin with."""
-        self._copied: dict[Modes, tuple[int, Sequence[int]]] = {}
-        """How many tensors there are, and which of them later calls clone, where a first call has shown it."""
+        self._copied: dict[Modes, tuple[tuple[Any, ...], Sequence[int]]] = {}
+        """Which tensors later calls clone, where a first call has shown it, for the ``layout`` of these tensors."""
         self._moved: dict[Modes, set[tuple[int, str, str]]] = {}
         """Tensors that calls modify in place: number of the module, ``"_buffers"`` or ``""``, name."""
         self._large: dict[int, Any] = {}  # what attributes reached in the last call that reaches more than that
@@ -318,21 +320,23 @@ class ModuleState:
         objects = self._reach(attributes.reached) if attributes.reached else _NO_OBJECTS
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
-        num_tensors, copied = self._copied.get(modes, (None, ()))
-        if num_tensors is None:
+        layout = (len(tensors), *chain.from_iterable(own for _, own in named_buffers))
+        learnt, copied = self._copied.get(modes, (None, ()))
+        if learnt is None:
             copied = range(num_parameters, len(tensors))
-        elif num_tensors != len(tensors):  # buffers or attributes have come or gone
+        elif learnt != layout:  # buffers or attributes have come or gone
             copied = self._choose(fields, modes, named_buffers, num_parameters, tensors)
-            self._copied[modes] = len(tensors), copied
+            self._copied[modes] = layout, copied
         # Another view may have come in the place of one, as an attribute, in a container, or as a buffer.
         has_others = len(tensors) > num_parameters + len(buffers) or attributes.versions
-        if num_tensors != len(tensors) or has_others or any(map(_is_view, buffers)):
+        if learnt != layout or has_others or any(map(_is_view, buffers)):
             others = [each for each, _ in attributes.versions]
             self._shared = _sharing([*tensors, *others], range(num_parameters, len(tensors)))
         return CallState(
             fields=fields,
             modes=modes,
-            is_first=num_tensors is None,
+            is_first=learnt is None,
+            layout=layout,
             tensors=tuple(tensors),
             versions=_read_versions(tensors),
             copies={at: each.detach().clone() for at in copied if is_clonable(each := tensors[at])} if copied else {},
@@ -431,7 +435,7 @@ class ModuleState:
 
     def remember(self, state: CallState) -> None:
         """Has later calls in these modes clone what a first one has shown, whose state after the call is ``state``."""
-        self._copied[state.modes] = len(state.tensors), self._chosen(state)
+        self._copied[state.modes] = state.layout, self._chosen(state)
 
     def _chosen(self, state: CallState) -> list[int]:
         return self._choose(state.fields, state.modes, state.buffers, len(state.trainable), state.tensors)
@@ -577,7 +581,8 @@ def _places(
     for at, own in buffers:
         yield from (((at, "_buffers", key), tensor) for key, tensor in own.items())
     for at, own in enumerate(fields):
-        yield from (((at, "", key), value) for key, value in own.items() if isinstance(value, torch.Tensor))
+        # By type: a weak proxy of what is gone raises an error.
+        yield from (((at, "", key), value) for key, value in own.items() if issubclass(type(value), torch.Tensor))
 
 
 def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], undo: Undo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,8 @@ def fields() -> dict[str, Any]:
         "a": nn.Linear(D, D), "b": nn.Linear(D, D), "c": nn.Linear(D, D), "drop": nn.Dropout(0.2),
         "box": nn.ModuleDict(), "excluded": nn.Tanh(), "buffer": nn.Buffer(torch.zeros(1)), "count": 0, "scale": 1,
         "items": [], "named": {}, "names": set(), "space": SimpleNamespace(), "flag": False, "total": None,
+        "table": nn.Buffer(torch.ones(2)), "rows": (rows := nn.Buffer(torch.zeros(2, 2))), "views": deque([rows[0]]),
+        "handle": None,
         "generator": torch.Generator().manual_seed(3), "before": nothing, "after": nothing,
     }  # fmt: skip
 
@@ -45,7 +48,7 @@ def fields() -> dict[str, Any]:
 def Block(self: Any, x: Tensor) -> Tensor:
     h = self.excluded(self.a(x))
     self.before(self)
-    y = self.b(self.drop(h) * self.scale + self.buffer + torch.rand(1, generator=self.generator))
+    y = self.b(self.drop(h) * self.scale + self.buffer + self.rows[0, 0] + torch.rand(1, generator=self.generator))
     self.after(self)
     return y
 
@@ -100,6 +103,17 @@ def swaps(block: Any) -> None:
     block.b, block.c = block.c, block.b
 
 
+def saves_a_part(block: Any) -> None:
+    block.table.mul_(0.9)
+    block.scale = block.a.weight[0, 0] * block.table[0]
+
+
+def removes(block: Any) -> None:
+    if block.handle is not None:
+        block.handle.remove()
+        block.handle = None
+
+
 def once(is_missing: Callable[[Any], bool], note: Callable[[Any], object], act: Callable[[Any], object]) -> Any:
     def change(block: Any) -> None:
         if is_missing(block):
@@ -133,6 +147,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook, noted in a flag": once(lambda block: not block.flag, lambda block: setattr(block, "flag", True), install),
     "a hook, noted in the hooks": once(lambda block: not block.b._forward_hooks, lambda block: None, install),
     "a pre-hook": unless_counted(lambda block: block.b.register_forward_pre_hook(lambda module, args: args[0] * 0.5)),
+    "a part of a buffer, which an op saves": saves_a_part,
+    "a hook is removed": removes,
+    "a view in a list": lambda block: block.views[0].add_(1),
     "a patched forward": unless_counted(lambda block: setattr(block.b, "forward", halved(block.b.forward))),
     "a parameter": unless_counted(lambda block: setattr(block, "scale_", nn.Parameter(torch.ones(1)))),
     "a buffer": unless_counted(lambda block: block.register_buffer("late", torch.ones(1))),
@@ -168,6 +185,8 @@ def state_of(model: nn.Module) -> list[Any]:
 def trained(policies: Policies, change: Callable[[Any, int], None]) -> tuple[list[Any], list[Tensor | None]]:
     torch.manual_seed(0)
     model, states, tensors = nn.Sequential(Block(), Block()), [], []
+    for block in model:
+        block.handle = install(block)
     with graphckpt.apply(model, policies):
         for step in range(NUM_STEPS):
             for block in model:
