@@ -239,6 +239,22 @@ def test_what_a_recomputation_sets_up_is_gone_with_it() -> None:
         assert (dict(module._forward_hooks), module.handle) == (hooks, handle)
 
 
+def test_notes_about_hooks_go_with_those_that_a_recomputation_registers_alone() -> None:
+    module = Holder()
+    state = ModuleState([module])
+    call_state = call(state, lambda: None)
+    module.register_forward_hook(lambda *_: None, with_kwargs=True)
+    hooks, notes = dict(module._forward_hooks), dict(module._forward_hooks_with_kwargs)
+    with in_place(state, call_state):
+        assert not module._forward_hooks
+        module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+        module.register_buffer("late", torch.ones(1))
+    assert (module._forward_hooks, module._forward_hooks_with_kwargs) == (hooks, notes)
+    assert not module._forward_pre_hooks
+    assert not module._forward_pre_hooks_with_kwargs
+    assert "late" not in module._buffers
+
+
 class Argument:
     """Stands for a key-value cache: an object that passes by reference."""
 

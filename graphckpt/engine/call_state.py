@@ -565,12 +565,12 @@ def _empty(dicts: list[dict[Any, Any]], fields: list[Fields]) -> None:
     """Empties ``dicts`` of buffers and hooks, in which a recomputation may have put some, and drops their notes."""
     if not any(dicts):
         return
+    numbers = {number for each in dicts for number in each}  # of hooks; buffers have names
     for each in dicts:
         each.clear()
     for own in fields:
-        numbers = {*own["_forward_hooks"], *own["_forward_pre_hooks"]}
         for name in _DICTS[5:]:
-            for number in [number for number in own[name] if number not in numbers]:
+            for number in numbers.intersection(own[name]):
                 del own[name][number]
 
 
