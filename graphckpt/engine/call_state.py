@@ -492,7 +492,10 @@ class ModuleState:
         present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
         num_present = len(present) + len(self._scripted_parameters)
         if num_present != len(state.trainable) or not all(map(is_, present, state.tensors)):
-            _put_parameters(state.parameters, live, undo)
+            undo += [(restore, (own := each["_parameters"], own.copy())) for each in live]
+            _put_parameters(state.parameters, live, state.tensors)  # `functional_call` had replaced them, for example
+        else:  # the recomputation may replace some, and end before it puts them back
+            undo.append((_put_parameters, (state.parameters, live, state.tensors)))
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -585,13 +588,15 @@ def _places(
         yield from (((at, "", key), value) for key, value in own.items() if issubclass(type(value), torch.Tensor))
 
 
-def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], undo: Undo) -> None:
-    """Puts the parameters of the call in place, which ``functional_call`` had replaced for it, for example."""
+def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], tensors: Iterable[Any]) -> None:
+    """Gives the modules these parameters, whose tensors are the first of ``tensors``."""
+    present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
+    if len(present) == sum(len(own) for _, own in parameters) and all(map(is_, present, tensors)):
+        return
     before = dict(parameters)
     for at, fields in enumerate(live):
         now, then = fields["_parameters"], before.get(at, {})
         wanted = {key: now[key] if is_sharding(now.get(key), each) else each for key, each in then.items()}
-        undo.append((restore, (now, now.copy())))
         restore(now, wanted)
 
 

@@ -114,6 +114,10 @@ def removes(block: Any) -> None:
         block.handle = None
 
 
+def swaps_weights(block: Any) -> None:
+    block.a.weight, block.c.weight = block.c.weight, block.a.weight
+
+
 def once(is_missing: Callable[[Any], bool], note: Callable[[Any], object], act: Callable[[Any], object]) -> Any:
     def change(block: Any) -> None:
         if is_missing(block):
@@ -161,6 +165,7 @@ BACK: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "a number": (lambda block: setattr(block, "scale", 2), lambda block: setattr(block, "scale", 1)),
     "a buffer": (lambda block: block.__setattr__("buffer", block.buffer + 1), lambda block: block.buffer.sub_(1)),
     "children": (swaps, swaps),
+    "parameters": (swaps_weights, swaps_weights),
     "a rate": (lambda block: setattr(block.drop, "p", 0.7), lambda block: setattr(block.drop, "p", 0.2)),
     "a hook": (lambda block: setattr(block, "total", install(block)), lambda block: block.total.remove()),
     "a list": (lambda block: block.items.append(1), lambda block: block.items.clear()),
