@@ -408,7 +408,7 @@ class ModuleState:
             ids = set(map(id, values))
             self._large = {number: value for number, value in self._large.items() if number in ids}
         few = [value for value in values if id(value) not in self._large]
-        objects = copy_few(few, limit=4 * _MAX_REACHED, max_items=4 * _MAX_ITEMS) or self._reach_each(few)
+        objects = copy_few(few, limit=_MAX_REACHED, max_items=_MAX_ITEMS) or self._reach_each(few)
         # It is held until the next call, and so must lead neither to a graph nor back to the modules.
         self._last = (values, objects) if is_plain_data(values, objects) else ([], [])
         return objects
