@@ -62,7 +62,8 @@ from graphckpt.undo import Undo
 #                                                                         recomputation sets is gone with it
 #   its buffers and children, by       copies these dicts                 the dicts have these contents: handles of
 #   name; its hooks                                                       hooks refer to the dicts
-#   its parameters, by name            likewise                           likewise, but for what FSDP exchanges
+#   its parameters, by name            likewise                           the dict has these parameters, except those
+#                                                                         that FSDP exchanges
 #   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
 #   object in an attribute                                                one if it is gone, or replaced by another
 #   what these reach                   copies the contents, one level     the same objects, with these contents
@@ -233,9 +234,7 @@ class ModuleState:
         members = [*modules]
         scripted = [module for module in members if isinstance(module, ScriptModule)]
         self._scripted = ScriptedModules(scripted)
-        self._scripted_parameters = [
-            tensor for module in scripted for tensor in dict(module._parameters.items()).values()
-        ]
+        self._scripted_parameters = [tensor for module in scripted for _, tensor in module._parameters.items()]
         members = [module for module in members if not isinstance(module, ScriptModule)]
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(module) for module in members]
@@ -272,14 +271,10 @@ class ModuleState:
         """Returns the ids of the modules."""
         return {id(ref()) for ref in self._modules}
 
-    def buffers(self) -> dict[int, tuple[weakref.ref[nn.Module], str]]:
-        """Returns where the buffers are, by their ids: a reference to the module, and the name."""
-        return {
-            id(tensor): (ref, key)
-            for ref, fields in zip(self._modules, _fields_of(self._modules), strict=True)
-            for key, tensor in fields["_buffers"].items()
-            if tensor is not None
-        }
+    def buffers(self) -> dict[int, tuple[dict[str, Any], str]]:
+        """Returns where the buffers are, by their ids."""
+        owners = (fields["_buffers"] for fields in _fields_of(self._modules))
+        return {id(tensor): (owner, key) for owner in owners for key, tensor in owner.items() if tensor is not None}
 
     def tensors(self) -> list[torch.Tensor]:
         live = _fields_of(self._modules)
@@ -307,10 +302,11 @@ class ModuleState:
                 named.append((at, own.copy()))
                 parameters += own.values()
             if has_any:
-                dicts += [(each, each.copy()) for name in _DICTS if (each := fields[at][name])]
-                if own_buffers := fields[at]["_buffers"]:
-                    named_buffers.append((at, own_buffers.copy()))
-                    buffers += own_buffers.values()
+                own_dicts = [(each, each.copy()) for name in _DICTS if (each := fields[at][name])]
+                dicts += own_dicts
+                if fields[at]["_buffers"]:  # the first of them
+                    named_buffers.append((at, own_dicts[0][1]))
+                    buffers += fields[at]["_buffers"].values()
         parameters += self._scripted_parameters
         tensors = [*parameters, *buffers]
         num_parameters = len(parameters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -49,28 +48,20 @@ AFTER_ANOTHER = "another excluded child is, whose buffers it must find as they w
 class ChangedBuffer(NamedTuple):
     """A buffer that a call of an excluded child may have changed."""
 
-    module: weakref.ref[nn.Module]
+    owner: dict[str, Any]
+    """The buffers of its module."""
     key: str
     is_replaced: bool
     """Whether it is another tensor than before."""
 
     def put(self, value: torch.Tensor) -> None:
         """Gives it the value after the call, for the rest of a recomputation, which works on copies of buffers."""
-        buffers = self._buffers()
         if self.is_replaced:
-            buffers[self.key] = value.clone()
-        elif buffers[self.key].shape != value.shape:  # observers of quantization resize theirs in their first call
-            buffers[self.key].data = value.clone()
+            self.owner[self.key] = value.clone()
+        elif self.owner[self.key].shape != value.shape:  # observers of quantization resize theirs in their first call
+            self.owner[self.key].data = value.clone()
         else:
-            buffers[self.key].data.copy_(value)  # without a new version, as it need not have got one
-
-    def value(self) -> torch.Tensor:
-        """Returns a copy of its present value."""
-        return self._buffers()[self.key].detach().clone()  # type: ignore[no-any-return]
-
-    def _buffers(self) -> dict[str, Any]:  # in a recomputation, those of the copied state
-        module = self.module()
-        return {} if module is None else module._buffers
+            self.owner[self.key].data.copy_(value)  # without a new version, as it need not have got one
 
 
 def _changed_buffers(block: BlockContext, before: CallState) -> list[ChangedBuffer]:
@@ -141,7 +132,7 @@ class ExcludedCall:
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
         # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
-        leaves += [each.value() for each in buffers]
+        leaves += [owner[key].detach().clone() for owner, key, _ in buffers]
         self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     @property
