@@ -17,10 +17,10 @@ from report import header, table, write
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep, made_step
 from graphckpt.planning.trace import Blocks
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 TOKENS = 512
 LAYERS = "bert.encoder.layer.*"

@@ -38,12 +38,12 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, plan_step
-from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import DeviceProfile, load_profile
 
 MIB = 2**20
 Make = Callable[[], tuple[nn.Module, Callable[[], object]]]

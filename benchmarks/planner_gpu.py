@@ -33,14 +33,14 @@ from transformers.utils import logging
 
 from graphckpt import Graph, plan
 from graphckpt.planning.candidates import options as rules
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.profile import load_profile, profile_names
 from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import FakeStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile, profile_names
 from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens

@@ -31,12 +31,12 @@ from torch.nn import functional as F
 from transformers import Adafactor, BertConfig, BertForSequenceClassification
 
 import graphckpt
-from graphckpt.planning.allocations import AllocationTrace
-from graphckpt.planning.cluster_profile import load_cluster
-from graphckpt.planning.fake_cluster import FakeCluster
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep, made_step
+from graphckpt.simulation.allocations import AllocationTrace
+from graphckpt.simulation.cluster_profile import load_cluster
+from graphckpt.simulation.fake_cluster import FakeCluster
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import DeviceProfile, load_profile
 
 # Legend: b samples, s tokens, h hidden, a heads
 

@@ -285,7 +285,7 @@ class FakeTensors(FakeTensorMode):
 
 
 def is_of_absent_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a :class:`~graphckpt.planning.fake_device.FakeDevice`, whose stores copy nothing."""
+    """Whether a tensor is one of a :class:`~graphckpt.simulation.fake_device.FakeDevice`, whose stores copy nothing."""
     return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, FakeTensors)
 
 

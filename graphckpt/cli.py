@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.planning.planner import Planners
-    from graphckpt.planning.profile import DeviceProfile
+    from graphckpt.simulation.profile import DeviceProfile
 else:
     yaml = LazyPackage("yaml", "plan")
 
@@ -256,7 +256,7 @@ def _device_help() -> str:
 
 def _profile_names(folder: str = "profiles") -> list[str]:
     """Returns the packaged profiles, as `profile_names` does, without the seconds of its imports."""
-    return sorted(path.stem for path in (Path(__file__).parent / "planning" / folder).glob("*.yaml"))
+    return sorted(path.stem for path in (Path(__file__).parent / "simulation" / folder).glob("*.yaml"))
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
@@ -432,7 +432,7 @@ def _numbered(file: str, number: int, count: int) -> str:
 
 
 def _machine(parsed: argparse.Namespace) -> DeviceProfile:
-    from graphckpt.planning.profile import load_profile  # noqa: PLC0415 - as above
+    from graphckpt.simulation.profile import load_profile  # noqa: PLC0415 - as above
 
     require("train", "omegaconf")  # the config needs more than the profile: name the extra that installs both
     machine = load_profile(parsed.device)
@@ -440,8 +440,8 @@ def _machine(parsed: argparse.Namespace) -> DeviceProfile:
 
 
 def _options(parsed: argparse.Namespace) -> dict[str, Any]:
-    from graphckpt.planning.cluster_profile import load_cluster  # noqa: PLC0415 - as above
     from graphckpt.planning.options import PlanOptions  # noqa: PLC0415
+    from graphckpt.simulation.cluster_profile import load_cluster  # noqa: PLC0415 - as above
     from graphckpt.stores.base import parse_offload  # noqa: PLC0415
 
     values = {option: value for option, _, _ in _planner_options() if (value := getattr(parsed, option)) is not None}
@@ -560,7 +560,7 @@ def _selftest(parsed: argparse.Namespace) -> int:
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.write_profile import write_profile  # noqa: PLC0415 - loads torch
+    from graphckpt.simulation.write_profile import write_profile  # noqa: PLC0415 - loads torch
 
     write_profile(
         parsed.file,

@@ -22,6 +22,7 @@ from graphckpt.config.source import ConfigSource
 from graphckpt.integrations.policy_callback import PolicyCallback
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.planning import PlanOptions
+from graphckpt.simulation.profile import load_profile
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 X = torch.ones(64, 8)
@@ -107,6 +108,15 @@ def test_attributes_have_their_old_names_too() -> None:
         with pytest.warns(DeprecationWarning, match="is deprecated · fix: ") as caught:
             assert getattr(owner, old) == value
         assert [each.filename for each in caught] == [__file__]
+
+
+def test_a_module_has_its_old_path_too() -> None:
+    with pytest.warns(
+        DeprecationWarning, match="is deprecated · fix: from graphckpt.simulation.profile import load"
+    ) as caught:
+        from graphckpt.planning.profile import load_profile as old  # noqa: PLC0415
+    assert [each.filename for each in caught] == [__file__]
+    assert old is load_profile
 
 
 def test_old_keys_of_configs_are_read(tmp_path: Path) -> None:

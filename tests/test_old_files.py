@@ -13,7 +13,7 @@ from helpers.layer_stacks import mlp_layers
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, Graph, GraphError, Plan
-from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.simulation.profile import DeviceProfile, load_profile
 
 OLD_FILES = Path(__file__).with_name("old_files")
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from graphckpt.planning.fake_cluster import FakeCluster
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import made_step
+from graphckpt.simulation.fake_cluster import FakeCluster
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,10 +15,10 @@ from graphckpt.blocks.select import marked_layers
 from graphckpt.config.layout_result import Layout
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.errors import ConfigError
-from graphckpt.planning.cluster_profile import ClusterProfile
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import DeviceProfile
-from graphckpt.planning.timeline import bubble_seconds
+from graphckpt.simulation.cluster_profile import ClusterProfile
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import DeviceProfile
+from graphckpt.simulation.timeline import bubble_seconds
 from graphckpt.train.build_model import stages_of
 from graphckpt.train.loop import attribute_errors
 from graphckpt.train.output import Report

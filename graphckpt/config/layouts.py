@@ -26,10 +26,10 @@ from graphckpt.config.layout_result import (
 )
 from graphckpt.config.source import ConfigSource
 from graphckpt.errors import ConfigError, PlanError, bullets, did_you_mean, first_line
-from graphckpt.planning.cluster_profile import Cluster
-from graphckpt.planning.fake_cluster import cluster_of
 from graphckpt.planning.options import Budget, absent_memory, budget_bytes, check_budget
-from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.simulation.cluster_profile import Cluster
+from graphckpt.simulation.fake_cluster import cluster_of
+from graphckpt.simulation.profile import DeviceProfile, load_profile
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes, format_seconds
 

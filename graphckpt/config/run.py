@@ -23,16 +23,16 @@ from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.cluster_profile import Cluster, ClusterProfile
-from graphckpt.planning.fake_cluster import FakeCluster, cluster_of
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners
-from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep, first_step
+from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile
+from graphckpt.simulation.fake_cluster import FakeCluster, cluster_of
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import DeviceProfile, load_profile
 from graphckpt.train.build_model import ForwardBackward, build_model, check_task
 from graphckpt.train.data.samples import to_device
 from graphckpt.train.loop import attribute_errors

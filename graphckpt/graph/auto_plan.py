@@ -24,19 +24,19 @@ from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.verify import reached_by_graph, unchanged
 from graphckpt.planning.candidates import can_join, parse_compile, without_share
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
 from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget, device_memory
 from graphckpt.planning.plan import KEEP_ALL, Plan, plan_line
 from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
 from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
 from graphckpt.planning.planner import Planners, policy_with_settings
-from graphckpt.planning.profile import Device, DeviceProfile, load_profile, profile_names
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.update_planner import Candidates
 from graphckpt.progress import Progress
 from graphckpt.reached import Restore, check_restore
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import Device, DeviceProfile, load_profile, profile_names
 from graphckpt.tree import flatten_call, inner_tensors
 from graphckpt.units import format_bytes, format_sizes
 

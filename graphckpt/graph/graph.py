@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphckpt.ledger.explanation import Explanation
     from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
-    from graphckpt.planning.profile import Device
+    from graphckpt.simulation.profile import Device
 
 _OWN = frozenset({"_auto_plan", "_debug", "_name", "_roots", "_step", "_tree", "_update", "config"})
 

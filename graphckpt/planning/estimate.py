@@ -15,8 +15,6 @@ from graphckpt.errors import ConfigError, PlanError
 from graphckpt.estimate_options import EstimateOptions
 from graphckpt.extras import require
 from graphckpt.planning.estimate_result import Estimate, PolicyEstimate
-from graphckpt.planning.fake_cluster import simulated_rank
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, check_budget
 from graphckpt.planning.peak_parts import PeakParts
 from graphckpt.planning.plan import Plan
@@ -24,12 +22,14 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, frozen_objects, measure_all, plan_step
 from graphckpt.planning.planner import CheckedPlan, Planner, plan_in_limit, policies_key, run_plan
 from graphckpt.planning.pretrained import EXTRA, PretrainedModel, read_model, step_errors
-from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep, states_of
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep
+from graphckpt.simulation.fake_cluster import simulated_rank
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from graphckpt.planning.plan import Plan
-    from graphckpt.planning.profile import DeviceProfile
+    from graphckpt.simulation.profile import DeviceProfile
 
 
 @final

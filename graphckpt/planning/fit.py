@@ -15,9 +15,6 @@ from torch import nn
 
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
-from graphckpt.planning.cluster_profile import Cluster
-from graphckpt.planning.fake_cluster import simulated_rank
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.options import (
     Budget,
@@ -32,10 +29,13 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
 from graphckpt.planning.planner import Planners, plan_in_limit, run_plan
-from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.rows import assumptions_line
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.progress import Progress
+from graphckpt.simulation.cluster_profile import Cluster
+from graphckpt.simulation.fake_cluster import simulated_rank
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import Device, load_profile
 
 MakeStep: TypeAlias = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 

@@ -14,13 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphckpt._compat import call_with_autocast
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.block import BlockContext
-from graphckpt.planning.allocations import OpSeconds
 from graphckpt.planning.candidates import MOST, Option
 from graphckpt.planning.trace import Blocks, TimeMark, seconds_between, time_mark
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Full
 from graphckpt.rules.ops import OpGraph, is_counted
 from graphckpt.rules.selective import PRESETS, Selective
+from graphckpt.simulation.allocations import OpSeconds
 from graphckpt.stores.base import KEEP_ON_DEVICE
 
 

@@ -22,14 +22,10 @@ from graphckpt.extras import require
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
-from graphckpt.planning.cluster_profile import Cluster
-from graphckpt.planning.fake_cluster import simulated_rank
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_in_limit
-from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import CopyRates, PolicySearch
 from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step
@@ -37,6 +33,10 @@ from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
+from graphckpt.simulation.cluster_profile import Cluster
+from graphckpt.simulation.fake_cluster import simulated_rank
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import Device, load_profile
 from graphckpt.stores.base import parse_offload
 from graphckpt.tree import storages_of
 from graphckpt.units import format_sizes

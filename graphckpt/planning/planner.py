@@ -12,8 +12,6 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
-from graphckpt.planning.allocations import AllocationLog, Replay, replay
-from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, Option, parse_compile
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.options import Budget, PlanOptions
@@ -22,6 +20,8 @@ from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.steps import ENOUGH, FakeStep, RealStep, StepRun
+from graphckpt.simulation.allocations import AllocationLog, Replay, replay
+from graphckpt.simulation.allocator import AllocatorRules
 from graphckpt.units import at_least, format_bytes, format_sizes
 
 

@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocations import (
+from graphckpt.planning.candidates import Option
+from graphckpt.planning.measured_step import StepSample
+from graphckpt.planning.op_levels import OpTimes, record_ops
+from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
+from graphckpt.planning.program import EventKind, Interval, Phase, StorageEvent
+from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
+from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
+from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
+from graphckpt.simulation.allocations import (
     AllocationLog,
     AllocationTrace,
     OpSeconds,
@@ -27,20 +35,12 @@ from graphckpt.planning.allocations import (
     least_capacity,
     replay,
 )
-from graphckpt.planning.allocator import AllocatorRules, CapacityError, up_to_blocks
-from graphckpt.planning.assumptions import StepObserver
-from graphckpt.planning.candidates import Option
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.measured_step import StepSample
-from graphckpt.planning.op_levels import OpTimes, record_ops
-from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
-from graphckpt.planning.program import EventKind, Interval, Phase, StorageEvent
-from graphckpt.planning.stand_ins import StandIns
-from graphckpt.planning.timeline import StepSeconds
-from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
-from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
-from graphckpt.planning.write_profile import copy_rates
-from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
+from graphckpt.simulation.allocator import AllocatorRules, CapacityError, up_to_blocks
+from graphckpt.simulation.assumptions import StepObserver
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.stand_ins import StandIns
+from graphckpt.simulation.timeline import StepSeconds
+from graphckpt.simulation.write_profile import copy_rates
 from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState, on_optimizer_step

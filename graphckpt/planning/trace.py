@@ -35,7 +35,6 @@ from graphckpt._compat import current_backward
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import PlanError
-from graphckpt.planning.allocations import AllocationTrace
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
     BlockCall,
@@ -46,6 +45,7 @@ from graphckpt.planning.program import (
     TraceLog,
     TraceSpan,
 )
+from graphckpt.simulation.allocations import AllocationTrace
 from graphckpt.stores.base import Store
 from graphckpt.tree import flatten_value, tensors_in
 

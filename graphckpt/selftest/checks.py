@@ -22,9 +22,9 @@ from graphckpt.graph.graph import Graph
 from graphckpt.graph.verify_loop import verify
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import plan
-from graphckpt.planning.write_profile import copy_rates
 from graphckpt.rules import Tiles
 from graphckpt.selftest.subjects import LARGER, RULES, STORES, SUBJECTS, Subject, Training
+from graphckpt.simulation.write_profile import copy_rates
 from graphckpt.units import format_bytes, format_sizes
 
 EQUAL, CLOSE, MEASURED, SKIPPED = "equal", "close", "measured", "skipped"

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import graphckpt
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep, made_step
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 NUM_STEPS = 5
 

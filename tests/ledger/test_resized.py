@@ -15,9 +15,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes, StorageLog
-from graphckpt.planning.allocations import Allocation, AllocationTrace
 from graphckpt.planning.program import EventKind
 from graphckpt.planning.trace import Trace
+from graphckpt.simulation.allocations import Allocation, AllocationTrace
 
 KIB = 1024
 

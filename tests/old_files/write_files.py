@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,10 +14,12 @@ def main(code: str, target: str) -> None:
 
     import graphckpt  # noqa: PLC0415
 
-    try:
-        from graphckpt.planning.profile import load_profile  # noqa: PLC0415
-    except ImportError:
-        from graphckpt.planning.device.profile import load_profile  # noqa: PLC0415
+    for module in ("simulation.profile", "planning.profile", "planning.device.profile"):  # the newest one first
+        try:
+            load_profile = importlib.import_module(f"graphckpt.{module}").load_profile
+            break
+        except ImportError:
+            continue
 
     torch.manual_seed(0)
     folder = Path(target)

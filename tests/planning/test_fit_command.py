@@ -12,7 +12,7 @@ from graphckpt import Plan, progress
 from graphckpt.blocks.apply import policies_from_file
 from graphckpt.cli import main
 from graphckpt.config.run import fake_steps_from
-from graphckpt.planning.profile import load_profile
+from graphckpt.simulation.profile import load_profile
 from graphckpt.units import format_bytes
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]

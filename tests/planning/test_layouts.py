@@ -18,8 +18,8 @@ from graphckpt.config.layout_result import Layout, LayoutComparison
 from graphckpt.config.layouts import compare_layouts, layouts_of, parse_layout
 from graphckpt.config.source import ConfigSource
 from graphckpt.errors import ConfigError, PlanError
-from graphckpt.planning.cluster_profile import load_cluster
-from graphckpt.planning.profile import load_profile
+from graphckpt.simulation.cluster_profile import load_cluster
+from graphckpt.simulation.profile import load_profile
 
 GPT2 = "configs/quickstart.py"
 LLAMA = "configs/llama_pretrain.py"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers.layer_stacks import mlp_layers
 
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, plan_step
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 D, MICRO_BATCHES = 64, 5
 

@@ -12,7 +12,7 @@ import pytest
 from graphckpt import Plan, progress
 from graphckpt.cli import main
 from graphckpt.config import get_config
-from graphckpt.planning.allocations import Allocation, AllocationLog
+from graphckpt.simulation.allocations import Allocation, AllocationLog
 
 SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
 KEYS = {

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
-from graphckpt.planning.allocations import replay
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep, StepRun
+from graphckpt.simulation.allocations import replay
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 DEVICE = "h100"
 
@@ -117,7 +117,7 @@ def test_the_least_memory_is_not_searched_where_there_is_more_than_enough(monkey
         return replay(*arguments, **options)
 
     monkeypatch.setattr("graphckpt.planning.steps.replay", counting)
-    monkeypatch.setattr("graphckpt.planning.allocations.replay", counting)
+    monkeypatch.setattr("graphckpt.simulation.allocations.replay", counting)
     assert step.least_capacity(allocations, 2 * reserved) == reserved
     assert len(replays) == 1
     assert step.least_capacity(allocations, reserved) == least  # near the limit it matters

@@ -19,16 +19,16 @@ from graphckpt import ConfigError, progress
 from graphckpt.cli import main
 from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
-from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.search import CopyRates, PolicySearch
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 StepParts = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], None]]
 

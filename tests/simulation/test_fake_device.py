@@ -28,8 +28,8 @@ import graphckpt
 from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import flops_of, load_profile
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import flops_of, load_profile
 
 aten = torch.ops.aten
 

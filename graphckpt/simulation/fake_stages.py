@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from graphckpt._compat_distributed import WARM_UP, schedule_of_stages, take_known_shapes
 from graphckpt.errors import ConfigError
-from graphckpt.planning.stand_ins import StandIns, refusal, user_line
+from graphckpt.simulation.stand_ins import StandIns, refusal, user_line
 
 _SCHEDULE_FIX = "use Schedule1F1B or ScheduleGPipe, or plan with real ranks by torchrun"
 _SHAPES_FIX = "give both, for one micro-batch, such as torch.empty(4, 2048, 4096, device='meta', requires_grad=True)"

@@ -14,7 +14,7 @@ from graphckpt._compat import is_fake
 from graphckpt._compat_compiler import never_compiled
 from graphckpt._compat_fake import OF_DEVICE, without_torch_functions
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
+from graphckpt.simulation.allocator import DEFAULT_RULES, AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 from graphckpt.tree import storages_of
 
 OpSeconds: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]

@@ -32,11 +32,11 @@ from graphckpt._compat_fake import (
     own_device_modules,
 )
 from graphckpt.errors import ConfigError
-from graphckpt.planning.cluster_profile import default_cluster
-from graphckpt.planning.fake_cluster import FakeCluster
-from graphckpt.planning.profile import DeviceProfile
-from graphckpt.planning.stand_ins import StandIns, user_line
-from graphckpt.planning.timeline import Timeline
+from graphckpt.simulation.cluster_profile import default_cluster
+from graphckpt.simulation.fake_cluster import FakeCluster
+from graphckpt.simulation.profile import DeviceProfile
+from graphckpt.simulation.stand_ins import StandIns, user_line
+from graphckpt.simulation.timeline import Timeline
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
@@ -57,7 +57,7 @@ class FakeDevice:
             a device where it can read the mask.
         cluster: the simulated rank that the device belongs to, which has been entered; ``None`` without one.
 
-    >>> from graphckpt.planning.profile import load_profile
+    >>> from graphckpt.simulation.profile import load_profile
     >>> device = FakeDevice(load_profile("h200"))
     >>> with device:
     ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from graphckpt.planning.allocations import OpSeconds
+from graphckpt.simulation.allocations import OpSeconds
 
 _aten = torch.ops.aten
 

@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphckpt
 from graphckpt import ConfigError, Plan
-from graphckpt.planning.allocations import AllocationTrace
-from graphckpt.planning.cluster_profile import ClusterProfile, Link, cluster_names, default_cluster, load_cluster
-from graphckpt.planning.fake_cluster import FakeCluster
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import load_profile, profile_names
-from graphckpt.planning.timeline import Timeline, bubble_seconds
+from graphckpt.simulation.allocations import AllocationTrace
+from graphckpt.simulation.cluster_profile import ClusterProfile, Link, cluster_names, default_cluster, load_cluster
+from graphckpt.simulation.fake_cluster import FakeCluster
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile, profile_names
+from graphckpt.simulation.timeline import Timeline, bubble_seconds
 
 D, NUM_LAYERS = 1024, 4
 GB = 10**9
@@ -84,7 +84,7 @@ class TestProfiles:
     def test_each_packaged_profile_is_valid(self, name: str) -> None:
         profile = load_cluster(name)
         assert profile.name == name
-        text = (Path(graphckpt.__file__).parent / "planning" / "clusters" / f"{name}.yaml").read_text()
+        text = (Path(graphckpt.__file__).parent / "simulation" / "clusters" / f"{name}.yaml").read_text()
         numbers = [line for line in text.splitlines() if any(digit in line.partition("#")[0] for digit in "0123456789")]
         assert all("#" in line for line in numbers if not line.startswith("name")), "each number has its source"
 
@@ -501,7 +501,7 @@ def test_every_collective_has_its_bytes() -> None:
 
 
 def test_an_unknown_collective_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphckpt.planning import timeline  # noqa: PLC0415
+    from graphckpt.simulation import timeline  # noqa: PLC0415
 
     monkeypatch.delitem(timeline._KINDS, "allreduce_")
     rank = Timed()

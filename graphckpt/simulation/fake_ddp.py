@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphckpt._compat_distributed import DDP_NAMES, bucket_assignment, queue_backward_callback
 from graphckpt.errors import ConfigError
-from graphckpt.planning.stand_ins import StandIns, refusal, user_line
+from graphckpt.simulation.stand_ins import StandIns, refusal, user_line
 
 _METHODS = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook", "join")
 _ARGUMENTS = ("mixed_precision", "delay_all_reduce_named_params", "batched_grad_copy")

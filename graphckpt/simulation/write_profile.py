@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.profile import DeviceProfile
+from graphckpt.simulation.profile import DeviceProfile
 from graphckpt.units import format_bytes, format_seconds
 
 _MIB = 2**20

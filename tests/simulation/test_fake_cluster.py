@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphckpt
 from graphckpt import ConfigError, Plan, PlanError
 from graphckpt._compat_memory import gradient_buckets
-from graphckpt.planning.allocations import AllocationLog, replay
-from graphckpt.planning.cluster_profile import load_cluster
-from graphckpt.planning.fake_cluster import FakeCluster
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import made_step
+from graphckpt.simulation.allocations import AllocationLog, replay
+from graphckpt.simulation.cluster_profile import load_cluster
+from graphckpt.simulation.fake_cluster import FakeCluster
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import load_profile
 
 D, NUM_TOKENS, NUM_WORDS = 256, 64, 96
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphckpt
-from graphckpt.planning.allocations import Allocation, AllocationLog, Replay, fits, least_capacity, replay
-from graphckpt.planning.allocator import AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
+from graphckpt.simulation.allocations import Allocation, AllocationLog, Replay, fits, least_capacity, replay
+from graphckpt.simulation.allocator import AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 from graphckpt.units import format_bytes
 
 MIB = 2**20
@@ -274,7 +274,7 @@ def test_a_replay_is_the_same_from_what_it_reserves_to_what_it_is_refused(monkey
         capacities.append(capacity)
         return replay(log, rules, capacity)
 
-    monkeypatch.setattr("graphckpt.planning.allocations.replay", counting)
+    monkeypatch.setattr("graphckpt.simulation.allocations.replay", counting)
     assert least_capacity(two) == 600 * MIB
     assert len(capacities) == 2, "without a limit, and once between the 600 MiB in use and the 900 MiB it reserves"
 

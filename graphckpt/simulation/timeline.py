@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from graphckpt._compat import current_backward
 from graphckpt.errors import ConfigError
-from graphckpt.planning.allocations import OpSeconds
-from graphckpt.planning.cluster_profile import ClusterProfile, CollectiveKind
+from graphckpt.simulation.allocations import OpSeconds
+from graphckpt.simulation.cluster_profile import ClusterProfile, CollectiveKind
 from graphckpt.tree import tensors_in
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")

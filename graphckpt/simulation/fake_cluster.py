@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.cluster_profile import Cluster, ClusterProfile, cluster_note, default_cluster, load_cluster
-from graphckpt.planning.fake_ddp import simulate_ddp
-from graphckpt.planning.fake_stages import simulate_stages
-from graphckpt.planning.profile import Device, DeviceProfile, load_profile
-from graphckpt.planning.stand_ins import StandIns, refusal
-from graphckpt.planning.timeline import bubble_seconds
+from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile, cluster_note, default_cluster, load_cluster
+from graphckpt.simulation.fake_ddp import simulate_ddp
+from graphckpt.simulation.fake_stages import simulate_stages
+from graphckpt.simulation.profile import Device, DeviceProfile, load_profile
+from graphckpt.simulation.stand_ins import StandIns, refusal
+from graphckpt.simulation.timeline import bubble_seconds
 
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _OBJECTS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, final
 
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.planning.profile_files import field_faults, is_number, packaged_names, read_profile, value_faults
+from graphckpt.simulation.profile_files import field_faults, is_number, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes
 
 CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier"]

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import flop_registry
 
 import graphckpt
 from graphckpt.errors import ConfigError
-from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import DeviceProfile, flops_of, load_profile, moved_bytes, profile_names
-from graphckpt.planning.write_profile import CudaBenchmark, DeviceBenchmark, copy_rates, profile, write_profile
+from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.profile import DeviceProfile, flops_of, load_profile, moved_bytes, profile_names
+from graphckpt.simulation.write_profile import CudaBenchmark, DeviceBenchmark, copy_rates, profile, write_profile
 
 aten = torch.ops.aten
-PROFILES = Path(graphckpt.__file__).parent / "planning" / "profiles"
+PROFILES = Path(graphckpt.__file__).parent / "simulation" / "profiles"
 
 
 def seconds_of(device: DeviceProfile, func: object, *args: object) -> float:
@@ -335,7 +335,7 @@ class TestProfileDevice:
         self, printed: str, free: tuple[int, int], num_bytes: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "graphckpt.planning.write_profile._IN_CONTEXT", f"import sys\n{printed}\nsys.stdin.readline()"
+            "graphckpt.simulation.write_profile._IN_CONTEXT", f"import sys\n{printed}\nsys.stdin.readline()"
         )
         readings = iter(free)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(readings), 80 * 2**30))
