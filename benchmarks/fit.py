@@ -33,7 +33,7 @@ from transformers import (
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.fit_result import BatchFit
+from graphckpt.search.fit_result import BatchFit
 
 MIB = 2**20
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]

@@ -7,12 +7,12 @@ from graphckpt.graph import Graph
 from graphckpt.graph.verify import Verification
 from graphckpt.graph.verify_loop import verify
 from graphckpt.planning import Plan, PlanError
-from graphckpt.planning.estimate import estimate
-from graphckpt.planning.estimate_result import Estimate
-from graphckpt.planning.fit import fit
-from graphckpt.planning.fit_result import Fit
 from graphckpt.planning.plan_step import plan
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
+from graphckpt.search.estimate import estimate
+from graphckpt.search.estimate_result import Estimate
+from graphckpt.search.fit import fit
+from graphckpt.search.fit_result import Fit
 from graphckpt.stores import Disk, Host
 
 __all__ = [

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     _Commands = argparse._SubParsersAction[Any]
     from graphckpt.config.run import FakeConfigSteps
-    from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.planning.planner import Planners
+    from graphckpt.search.fit_result import Fit
     from graphckpt.simulation.profile import DeviceProfile
 else:
     yaml = LazyPackage("yaml", "plan")
@@ -296,7 +296,7 @@ def add_estimate(commands: _Commands) -> None:
         metavar="NAME",
         help=_device_help(),
     )
-    for option, _, meaning in _options_of("estimate_options.py", "EstimateOptions"):
+    for option, _, meaning in _options_of("search/estimate_options.py", "EstimateOptions"):
         parser.add_argument(
             f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
         )
@@ -528,10 +528,10 @@ def _compare_layouts(parsed: argparse.Namespace, machine: DeviceProfile, budget:
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
-    from graphckpt.estimate_options import EstimateOptions  # noqa: PLC0415
+    from graphckpt.search.estimate_options import EstimateOptions  # noqa: PLC0415
 
     options = EstimateOptions.of_text(vars(parsed))  # checked before seconds of imports
-    from graphckpt.planning.estimate import estimate_model  # noqa: PLC0415
+    from graphckpt.search.estimate import estimate_model  # noqa: PLC0415
 
     with CommandProgress() as progress:
         estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from graphckpt.blocks.select import marked_layers
-from graphckpt.config.layout_result import Layout
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.errors import ConfigError
+from graphckpt.search.layout_result import Layout
 from graphckpt.simulation.cluster_profile import ClusterProfile
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from graphckpt.config.layout_checks import LayoutChecks
-from graphckpt.config.layout_result import (
+from graphckpt.config.source import ConfigSource
+from graphckpt.errors import ConfigError, PlanError, bullets, did_you_mean, first_line
+from graphckpt.planning.options import Budget, absent_memory, budget_bytes, check_budget
+from graphckpt.search.layout_result import (
     Layout,
     LayoutComparison,
     LayoutRow,
@@ -24,9 +27,6 @@ from graphckpt.config.layout_result import (
     option_overrides,
     size_overrides,
 )
-from graphckpt.config.source import ConfigSource
-from graphckpt.errors import ConfigError, PlanError, bullets, did_you_mean, first_line
-from graphckpt.planning.options import Budget, absent_memory, budget_bytes, check_budget
 from graphckpt.simulation.cluster_profile import Cluster
 from graphckpt.simulation.fake_cluster import cluster_of
 from graphckpt.simulation.profile import DeviceProfile, load_profile

@@ -23,12 +23,12 @@ from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep, first_step
+from graphckpt.search.fit import SizedStep, fit, fit_steps
 from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile
 from graphckpt.simulation.fake_cluster import FakeCluster, cluster_of
 from graphckpt.simulation.fake_device import FakeDevice
@@ -44,9 +44,9 @@ from graphckpt.train.snapshot.saved_run import CONFIG
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
+    from graphckpt.search.fit_result import Fit
 
 _SECTION = "train.activation_checkpoint"
 _SIZES = ("train.train_micro_batch_size", "train.num_accumulation_steps")

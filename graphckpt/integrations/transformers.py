@@ -19,8 +19,8 @@ from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng
-from graphckpt.planning.fit import fit
 from graphckpt.planning.options import FitOptionsDict, lists_options
+from graphckpt.search.fit import fit
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -30,8 +30,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from graphckpt.planning.fit_result import Goal
     from graphckpt.planning.options import Budget
+    from graphckpt.search.fit_result import Goal
 
 
 @final

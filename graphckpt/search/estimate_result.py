@@ -13,7 +13,7 @@ from rich.text import Text
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
-from graphckpt.planning.peak_parts import PeakParts
+from graphckpt.search.peak_parts import PeakParts
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from torch import nn
 
 from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphckptError, did_you_mean, first_line
-from graphckpt.estimate_options import TASKS, EstimateOptions
 from graphckpt.extras import require
+from graphckpt.search.estimate_options import TASKS, EstimateOptions
 
 EXTRA: Final = "estimate"
 _CONFIG = "config.json"

@@ -15,7 +15,6 @@ from torch import nn
 
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
-from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.options import (
     Budget,
     DeviceMemory,
@@ -32,6 +31,7 @@ from graphckpt.planning.planner import Planners, plan_in_limit, run_plan
 from graphckpt.planning.rows import assumptions_line
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.progress import Progress
+from graphckpt.search.fit_result import BatchFit, Fit
 from graphckpt.simulation.cluster_profile import Cluster
 from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
@@ -569,7 +569,7 @@ def fit(
         rank: the rank that is simulated, by default 0.
         cluster: with ``world_size``, the name of a cluster profile such as ``"dgx-h200"``, a profile file or a profile.
         global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
-            fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
+            fit, for :meth:`~graphckpt.search.fit_result.Fit.at_global_batch`.
         progress: called with a line about each measurement before it begins. ``True`` prints the lines to stderr if
             fitting takes longer than two seconds; ``None`` does so in a terminal and in a notebook.
         restore: objects that a step changes and that are not found, as of :func:`graphckpt.plan`.

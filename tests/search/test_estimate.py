@@ -35,9 +35,9 @@ from graphckpt.blocks.forward import policy_of
 from graphckpt.cli import main
 from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
-from graphckpt.planning import estimate as module
-from graphckpt.planning.estimate_result import Estimate
 from graphckpt.planning.steps import FakeStep
+from graphckpt.search import estimate as module
+from graphckpt.search.estimate_result import Estimate
 from graphckpt.units import format_bytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -12,21 +12,21 @@ from torch import nn
 
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError
-from graphckpt.estimate_options import EstimateOptions
 from graphckpt.extras import require
-from graphckpt.planning.estimate_result import Estimate, PolicyEstimate
 from graphckpt.planning.options import Budget, PlanOptions, check_budget
-from graphckpt.planning.peak_parts import PeakParts
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, frozen_objects, measure_all, plan_step
 from graphckpt.planning.planner import CheckedPlan, Planner, plan_in_limit, policies_key, run_plan
-from graphckpt.planning.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep, states_of
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep
+from graphckpt.search.estimate_options import EstimateOptions
+from graphckpt.search.estimate_result import Estimate, PolicyEstimate
+from graphckpt.search.peak_parts import PeakParts
+from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names

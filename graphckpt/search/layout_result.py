@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, fin
 from rich.text import Text
 
 from graphckpt.ledger.table import WIDTH, Column, bullet, bytes_or_dash, show, table_of, text_of
-from graphckpt.planning.fit_result import policy_counts
 from graphckpt.planning.options import Budget
 from graphckpt.planning.rows import byte_values, second_values
+from graphckpt.search.fit_result import policy_counts
 from graphckpt.simulation.cluster_profile import ClusterProfile, cluster_note
 from graphckpt.units import format_bytes, format_rate, format_seconds
 
