@@ -42,7 +42,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.profiler",
-    "graphckpt.selftest",
+    "graphckpt.checks.selftest",
     "graphckpt.cli",
     "numpy",
 )

@@ -2,10 +2,10 @@
 
 from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply, remove
 from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper
+from graphckpt.checks.comparison import Verification
+from graphckpt.checks.verify import verify
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph
-from graphckpt.graph.verify import Verification
-from graphckpt.graph.verify_loop import verify
 from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.plan_step import plan
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles

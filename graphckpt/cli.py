@@ -543,19 +543,19 @@ def _estimate(parsed: argparse.Namespace) -> int:
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
-    from graphckpt.selftest import checks  # noqa: PLC0415 - loads torch
-    from graphckpt.selftest.report import report  # noqa: PLC0415
+    from graphckpt.checks import selftest  # noqa: PLC0415 - loads torch
+    from graphckpt.graph import Graph  # noqa: PLC0415
 
     began = time.monotonic()
-    device = checks.device_of(parsed.device)
+    device = selftest.device_of(parsed.device)
     with CommandProgress("selftest") as progress:
-        rows = list(checks.run(device, progress.begin))
-    seconds, machine = time.monotonic() - began, checks.machine(device)
+        rows = list(selftest.run(device, Graph, progress.begin))
+    seconds, machine = time.monotonic() - began, f"graphckpt {__version__}, {selftest.machine(device)}"
     if parsed.json:
         results = {"machine": machine, "seconds": round(seconds, 1), "checks": [row.as_dict() for row in rows]}
         print(json.dumps(results, indent=2), file=parsed.stdout)
     else:
-        print(report(machine, rows, seconds))
+        print(selftest.report(machine, rows, seconds))
     return _DIFFERS if any(row.is_fault for row in rows) else 0
 
 

@@ -22,7 +22,7 @@ from graphckpt.errors import ConfigError, GraphError, PlanError
 from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
-from graphckpt.graph.verify import reached_by_graph, unchanged
+from graphckpt.graph.step_state import reached_by_graph, unchanged
 from graphckpt.planning.candidates import can_join, parse_compile, without_share
 from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
 from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget, device_memory

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from graphckpt.blocks.proxy import BlockTree, unwrap
+from graphckpt.checks.comparison import Verification
 from graphckpt.engine.values import report_differences
 from graphckpt.errors import GraphError, bullets
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.out_of_memory import call_or_replan
 from graphckpt.graph.step import Setup, Step, StepCall, running_graph
+from graphckpt.graph.step_state import verify_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
-from graphckpt.graph.verify import Verification, verify_graph
 from graphckpt.planning.options import OLD_NAMES, PlanOptions, PlanOptionsDict, lists_options
 
 if TYPE_CHECKING:

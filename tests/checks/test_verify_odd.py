@@ -16,7 +16,7 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.blocks.apply import Policies
-from graphckpt.graph.verify import Verification, _difference_of
+from graphckpt.checks.comparison import Verification, _difference_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 

@@ -1,31 +1,45 @@
-"""Compares a training step with the plain one, from the same state, in every bit; and puts the state back."""
+"""Compares a training step with the plain one, from the same state, in every bit: of a user's loop, or of a Graph."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.engine.sampling import forcing_check, without_value_checks
+from graphckpt.engine.sampling import forcing_check
 from graphckpt.errors import ConfigError, GraphError, RecomputeError, shown
-from graphckpt.graph.capture import modules_of
-from graphckpt.reached import Restore, StepReach, reached_by
+from graphckpt.reached import StepReach
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value, inner_tensors
 from graphckpt.units import format_bytes
 
-if TYPE_CHECKING:
-    from graphckpt.graph.step import Step
-
 Values: TypeAlias = dict[str, dict[str, Any]]
 """The results of a step, by kind and by the name in messages."""
+
+_FIX = (
+    "fix: look at the policies on the block of this tensor and on those behind it, and for an op in them whose result "
+    "varies from run to run"
+)
+UNSTABLE_FIX = (
+    "fix: torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of "
+    "cuDNN's attention may"
+)
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Stateful(Protocol):
+    """An object that is saved and restored by its ``state_dict``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @final
@@ -49,86 +63,20 @@ class Verification:
         return f"bitwise equal to the plain step: {self.contents} ({steps}, {size})"
 
 
-@without_value_checks()
-def verify_graph(graph_step: Step, build: Callable[..., Any], call: Callable[[], Any], steps: int) -> Verification:
-    """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
-
-    ``call`` runs a step of it on one and the same input, by its ``build``.
-
-    With captures, the Graph runs until one is replayed before anything is compared.
-
-    Raises:
-        GraphError: Something differs. The message names the step, the tensor that differs first, and the block, op and
-            line that cause it as far as they are found, or says that two plain steps differ as well.
-    """
-    graph_step.prepare()
-    captures = graph_step.captured
-
-    def run() -> Values:
-        outputs = outputs_of(call())  # the outputs themselves are freed before the state is copied
-        return {**outputs, **_GraphState(graph_step).values()}
-
-    def snapshot() -> _GraphState:
-        return _GraphState(graph_step, reached_by_graph(graph_step, build, None, "verify"))
-
-    start = snapshot()
-    try:
-        num_replays = 0
-        if captures is not None:
-            captures.until_replayed(call)
-            # Negative: at the end it is the number of compared steps that were replays, as plain ones are not.
-            num_replays = -captures.num_replays
-        result = compare(
-            f"{graph_step.name}.verify",
-            run,
-            graph_step.without_policies,
-            snapshot,
-            steps,
-            UNSTABLE_FIX,
-            graph_step.without_captures,
-            is_captured=lambda: captures is not None and num_replays + captures.num_replays == steps,
-        )
-    finally:
-        if start.put_back() and captures is not None:
-            captures.release()  # they go on with optimizer states that are there no more
-    return result
-
-
-def reached_by_graph(graph_step: Step, build: Callable[..., Any], restore: Restore, name: str) -> StepReach:
-    update = graph_step.update
-    model = nn.ModuleList(graph_step.roots.values())
-    # Captures hold the scale: by its state it gets its old value where it is, though it did not exist before.
-    others = [each for each in (*update.schedulers, update.scaler) if each is not None]
-    return reached_by(build, model, restore, f"{graph_step.name}.{name}", apart_from=others)
-
-
-@contextmanager
-def unchanged(graph_step: Step, reached: StepReach) -> Iterator[None]:
-    """Puts back, in the end, all that steps in the ``with`` block have changed."""
-    start = _GraphState(graph_step, reached)
-    try:
-        yield
-    finally:
-        start.put_back()
-
-
-class _Snapshot(Protocol):
-    def put_back(self) -> object: ...
-
-
 def compare(
     name: str,
     run: Callable[[], Values],
     plain: Callable[[], AbstractContextManager[None]],
-    snapshot: Callable[[], _Snapshot],
+    snapshot: Callable[[], StepState],
     steps: int,
-    fix_of_plain: str,
+    unstable_fix: str = UNSTABLE_FIX,
     uncaptured: Callable[[], AbstractContextManager[None]] = nullcontext,
-    is_captured: Callable[[], bool] = bool,
+    count_replays: Callable[[], int] = int,
 ) -> Verification:
     """Compares the results of ``run`` with those in ``plain``, from the same state, step by step."""
     num_tensors = num_bytes = 0
     contents = ""
+    num_replays = count_replays()
     for number in range(1, steps + 1):
         before = snapshot()
         ours = run()
@@ -141,7 +89,7 @@ def compare(
             with plain():
                 repeated = run()
             if (among_plain := _difference(repeated, expected)) is not None:
-                what = f"two plain steps differ already: {among_plain} · {fix_of_plain}"
+                what = f"two plain steps differ already: {among_plain} · {unstable_fix}"
                 raise GraphError(f"{name}: step {number}: {what}")
             before.put_back()
             with uncaptured():
@@ -151,7 +99,8 @@ def compare(
         num_tensors += len(tensors)
         num_bytes += sum(map(_num_bytes, tensors))
         contents = _contents(expected)
-    return Verification(steps, num_tensors, num_bytes, is_captured=is_captured(), contents=contents)
+    is_captured = count_replays() == num_replays + steps  # plain steps are no replays
+    return Verification(steps, num_tensors, num_bytes, is_captured=is_captured, contents=contents)
 
 
 def _cause(run: Callable[[], Values]) -> str:
@@ -168,99 +117,66 @@ def _cause(run: Callable[[], Values]) -> str:
 
 
 @final
-class _GraphState:
-    """Copies of the state that a step of a Graph changes. They are restored in place: a capture holds the addresses."""
+class StepState:
+    """Copies of what a step changes, with names for messages: modules, optimizers, RNG states and stateful objects.
 
-    def __init__(self, graph_step: Step, reached: StepReach | None = None) -> None:
-        graph_step.count_steps()
-        self._step = graph_step
-        self._update = update = graph_step.update
-        self._num_steps = update.num_steps
-        self._state = ModelState(graph_step.roots, update.optimizers, reached)
-        self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
-        self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
-
-    def values(self) -> Values:
-        return self._state.values()
-
-    def put_back(self) -> bool:
-        self._step.count_steps()
-        has_removed = self._state.state.restore()
-        for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
-            if scheduler is not None and schedule is not None:
-                scheduler.load_state_dict(schedule)  # it leaves values that it cannot copy, such as functions
-        if self._update.scaler is not None and self._scaler is not None:
-            self._update.scaler.load_state_dict(self._scaler)
-        self._update.num_steps = self._num_steps
-        return has_removed
-
-
-@final
-class ModelState:
-    """Copies of modules, of the states of optimizers, and of RNG states, with their names in messages."""
+    With ``reached`` it can be put back, in place: a capture holds the addresses.
+    """
 
     def __init__(
-        self, roots: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], reached: StepReach | None = None
+        self,
+        roots: Mapping[str, nn.Module],
+        optimizers: Iterable[Optimizer],
+        stateful: Iterable[Stateful] = (),
+        reached: StepReach | None = None,
     ) -> None:
-        modules = [(path.removeprefix("."), module) for path, module in modules_of(roots.items())]
-        parameters = _tensors_of(modules, "_parameters")
-        buffers = _tensors_of(modules, "_buffers")
+        modules = [pair for root, top in roots.items() for pair in top.named_modules(prefix=root)]
         tree = ModuleTree(roots.values())
         attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
-        tensors = [*parameters.values(), *buffers.values(), *attributes]
-        how: dict[str, Any] = {"tree": tree, "reached": reached, "has_gradients": reached is not None}
-        self.state = TrainingState(tensors, optimizers, **how)
-        copies = [copied for _, copied in self.state.tensors]
-        # In the order in which they were passed: parameters, buffers, attributes.
-        self._parameters = dict(zip(parameters, copies, strict=False))
-        self._buffers = dict(zip(buffers, copies[len(parameters) :], strict=False))
-        self._names = {tensor: name for name, tensor in parameters.items()}
+        self._names = {**_named(modules, "buffer"), **_named(modules, "parameter")}
+        self._state = TrainingState(
+            [*self._names, *attributes], optimizers, tree=tree, reached=reached, has_gradients=reached is not None
+        )
         self._attributes = {
             f"{name}.{key}".removeprefix("."): value
             for name, module in modules
             for key, value in module.__dict__.items()
             if key not in _OF_TORCH and isinstance(value, (int, float, str, NoneType))
         }
+        self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
+
+    def add(self, optimizer: Optimizer) -> None:
+        self._state.add(optimizer)  # with the parameters of modules outside of the model, such as a head
 
     def values(self) -> Values:
-        assert self.state.random is not None
-        cpu, devices, host = self.state.random
+        assert self._state.random is not None
+        cpu, devices, host = self._state.random
         random = {f"RNG state {number}": t for number, t in enumerate([cpu, *(t for _, t in devices)])}
         on_host = {f"RNG state of {library}": number for library, number in host.fingerprints().items()} if host else {}
-        states = {
-            f"{self._names.get(parameter, 'a parameter')}, optimizer's {key}": copied
-            for parameter, key, copied in self.state.optimizer_copies()
-        }
-        return {
-            "parameter": self._parameters,
-            "buffer": self._buffers,
-            "optimizer state": states,
-            "attribute": self._attributes,
-            "RNG": {**random, **on_host},
-        }
+        values: Values = {"parameter": {}, "buffer": {}, "optimizer state": {}}
+        for (kind, name), (_, copied) in zip(self._names.values(), self._state.tensors, strict=False):
+            values[kind][name] = copied
+        for parameter, key, copied in self._state.optimizer_copies():
+            _, name = self._names.get(parameter, ("", "a parameter"))
+            values["optimizer state"][f"{name}, optimizer's {key}"] = copied
+        return {**values, "attribute": self._attributes, "RNG": {**random, **on_host}}
+
+    def put_back(self) -> bool:
+        """Puts everything back; returns whether that has removed states of optimizers."""
+        has_removed = self._state.restore()
+        for each, state in self._stateful:
+            each.load_state_dict(copy.deepcopy(state))
+        return has_removed
 
 
-def _tensors_of(modules: Iterable[tuple[str, nn.Module]], kind: str) -> dict[str, torch.Tensor]:
-    """Returns each tensor under its first name: tied weights have several."""
-    names: dict[torch.Tensor, str] = {}
+def _named(modules: Iterable[tuple[str, nn.Module]], kind: str) -> dict[torch.Tensor, tuple[str, str]]:
+    """Returns the kind of each tensor and its first name: tied weights have several."""
+    names: dict[torch.Tensor, tuple[str, str]] = {}
     for name, module in modules:
-        for key, tensor in getattr(module, kind).items():
+        for key, tensor in getattr(module, f"_{kind}s").items():
             if tensor is not None:
-                names.setdefault(tensor, f"{name}.{key}".removeprefix("."))
-    return {name: tensor for tensor, name in names.items()}
-
-
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
-
-
-_FIX = (
-    "fix: look at the policies on the block of this tensor and on those behind it, and for an op in them whose result "
-    "varies from run to run"
-)
-UNSTABLE_FIX = (
-    "fix: torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of "
-    "cuDNN's attention may"
-)
+                names.setdefault(tensor, (kind, f"{name}.{key}".removeprefix(".")))
+    return names
 
 
 def outputs_of(value: Any) -> Values:
@@ -331,9 +247,6 @@ def _of_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Returns complex numbers as pairs, and any tensor with its elements as they are in memory, one after another."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _dtype_and_shape(tensor: torch.Tensor) -> str:

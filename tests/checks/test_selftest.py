@@ -15,9 +15,8 @@ import torch
 
 from graphckpt import cli
 from graphckpt.blocks import is_recomputing
-from graphckpt.graph import capture
-from graphckpt.selftest import checks, subjects
-from graphckpt.selftest.report import report
+from graphckpt.checks import selftest, subjects
+from graphckpt.graph import Graph, capture
 from graphckpt.stores.disk import DiskStore
 from graphckpt.stores.host import CopyEngine
 from graphckpt.stores.slab import SlabStore
@@ -29,27 +28,27 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many layers as the policies name, and a plan of one candidate: the peaks are compared, not what is chosen."""
     monkeypatch.setattr(subjects, "NUM_LAYERS", 3)
-    monkeypatch.setattr(checks, "plan", checks_plan)
+    monkeypatch.setattr(selftest, "plan", plan_of_full)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_cuda_build_without_a_device_checks_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
-    assert checks.device_of(None) == torch.device("cpu")
+    assert selftest.device_of(None) == torch.device("cpu")
 
 
-def rows_of(device: str) -> list[checks.CheckResult]:
-    return list(checks.run(checks.device_of(device)))
+def rows_of(device: str) -> list[selftest.CheckResult]:
+    return list(selftest.run(selftest.device_of(device), Graph))
 
 
-def faults_of(rows: list[checks.CheckResult]) -> list[tuple[str, str, str]]:
+def faults_of(rows: list[selftest.CheckResult]) -> list[tuple[str, str, str]]:
     return [(row.check, row.subject, row.store) for row in rows if row.is_fault]
 
 
 def test_tensors_of_others_on_the_device_are_not_a_fault(device: str) -> None:
     others = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
-    outcome, text = checks._predicted(checks.device_of(device), "allocated")
-    assert outcome in (checks.EQUAL, checks.CLOSE), text
+    outcome, text = selftest._predicted(selftest.device_of(device), "allocated")
+    assert outcome in (selftest.EQUAL, selftest.CLOSE), text
     del others
 
 
@@ -94,11 +93,11 @@ def with_a_draw(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def plan_too_low(*arguments: object, **options: object) -> object:
-    plan = checks_plan(*arguments, **options)  # type: ignore[arg-type]
+    plan = plan_of_full(*arguments, **options)  # type: ignore[arg-type]
     return replace(plan, predicted_peak_bytes=int(0.9 * plan.predicted_peak_bytes))
 
 
-checks_plan = partial(checks.plan, candidates=["full"])
+plan_of_full = partial(selftest.plan, candidates=["full"])
 
 
 class Fault(NamedTuple):
@@ -116,7 +115,7 @@ FAULTS = {
         lambda case: case[0] not in ("keep", "plain step, twice"),
     ),
     "a predicted peak": Fault(
-        (checks, "plan", plan_too_low), lambda case: case[0] == "allocated bytes", "predicted .* measured"
+        (selftest, "plan", plan_too_low), lambda case: case[0] == "allocated bytes", "predicted .* measured"
     ),
 }
 
@@ -124,7 +123,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     place, concerns, message = FAULTS[fault]
-    monkeypatch.setattr(checks, "SUBJECTS", subjects.SUBJECTS[:1])  # the MLP: enough, and fast
+    monkeypatch.setattr(selftest, "SUBJECTS", subjects.SUBJECTS[:1])  # the MLP: enough, and fast
     monkeypatch.setattr(*place)
     rows = rows_of("cpu")
     cases = faults_of(rows)
@@ -132,7 +131,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
     assert all(map(concerns, cases))
     details = "\n".join(row.detail for row in rows if row.is_fault)
     assert re.search(message, details)
-    text = report("a machine", rows, 1.0)
+    text = selftest.report("a machine", rows, 1.0)
     assert f"{len(cases)} of " in text
     assert "please open an issue with this text" in text
 
@@ -144,7 +143,7 @@ def test_an_op_that_differs_from_itself_is_named_and_compared_by_tolerance(monke
         return plain(*arguments, **options) * (1 + 1e-6 * torch.rand((), generator=noise))
 
     monkeypatch.setattr(subjects, "functional", SimpleNamespace(scaled_dot_product_attention=unstable))
-    monkeypatch.setattr(checks, "SUBJECTS", subjects.SUBJECTS[1:2])
+    monkeypatch.setattr(selftest, "SUBJECTS", subjects.SUBJECTS[1:2])
     rows = rows_of("cpu")
     first = rows[0]
     assert first.check == "plain step, twice"
@@ -158,8 +157,8 @@ def test_an_error_is_a_result_and_the_next_check_runs(monkeypatch: pytest.Monkey
     def broken(*_: object) -> None:
         raise RuntimeError("no disk")
 
-    monkeypatch.setattr(checks, "SUBJECTS", subjects.SUBJECTS[:1])
-    monkeypatch.setattr(checks, "copy_rates", broken)
+    monkeypatch.setattr(selftest, "SUBJECTS", subjects.SUBJECTS[:1])
+    monkeypatch.setattr(selftest, "copy_rates", broken)
     row = rows_of("cpu")[-1]
     assert (row.check, row.outcome, row.detail) == ("copies to disk", "error", "RuntimeError: no disk")
 
@@ -167,8 +166,8 @@ def test_an_error_is_a_result_and_the_next_check_runs(monkeypatch: pytest.Monkey
 def test_command_reports_and_returns_its_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checks, "SUBJECTS", subjects.SUBJECTS[:1])
-    monkeypatch.setattr(checks, "RULES", {name: subjects.RULES[name] for name in ("keep", "full")})
+    monkeypatch.setattr(selftest, "SUBJECTS", subjects.SUBJECTS[:1])
+    monkeypatch.setattr(selftest, "RULES", {name: subjects.RULES[name] for name in ("keep", "full")})
     assert cli.main(["selftest", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("graphckpt ")
@@ -193,7 +192,7 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch)
             self._idle.append(recorded)
         return True
 
-    monkeypatch.setattr(checks, "SUBJECTS", subjects.SUBJECTS[:1])
+    monkeypatch.setattr(selftest, "SUBJECTS", subjects.SUBJECTS[:1])
     monkeypatch.setattr(CopyEngine, "wait", wait)
     cases = faults_of(rows_of("cuda"))
     assert cases
@@ -207,6 +206,6 @@ def test_a_replay_that_is_not_joined_is_found(monkeypatch: pytest.MonkeyPatch) -
         with torch.cuda.stream(self._stream):
             self._graph.replay()
 
-    monkeypatch.setattr(checks, "SUBJECTS", ())
+    monkeypatch.setattr(selftest, "SUBJECTS", ())
     monkeypatch.setattr(capture._CapturedCudaGraph, "replay", replay)
     assert ("captured step", "transformer", "device") in faults_of(rows_of("cuda"))

@@ -1,10 +1,10 @@
-"""The checks of ``graphckpt selftest``, each of which yields rows as it goes."""
+"""The checks of ``graphckpt selftest``, each of which yields rows as it goes, and the text that reports them."""
 
 from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
@@ -13,17 +13,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-import graphckpt
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.checks.subjects import LARGER, RULES, STORES, SUBJECTS, Subject, Training
+from graphckpt.checks.verify import verify
 from graphckpt.errors import ConfigError, GraphError, first_line
-from graphckpt.graph.graph import Graph
-from graphckpt.graph.verify_loop import verify
+from graphckpt.ledger.table import Column, table_of, text_of
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import plan
 from graphckpt.rules import Tiles
-from graphckpt.selftest.subjects import LARGER, RULES, STORES, SUBJECTS, Subject, Training
 from graphckpt.simulation.write_profile import copy_rates
 from graphckpt.units import format_bytes, format_sizes
 
@@ -77,11 +76,17 @@ def machine(device: torch.device) -> str:
     cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     host = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    return f"graphckpt {graphckpt.__version__}, torch {torch.__version__}{cuda}, {host}; {device}: {name}"
+    return f"torch {torch.__version__}{cuda}, {host}; {device}: {name}"
 
 
-def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[CheckResult]:
-    """Runs all checks; ``begin`` is called with the name of each check that begins."""
+def run(device: torch.device, graph: Any, begin: Callable[[str], object] = str) -> Iterator[CheckResult]:
+    """Runs all checks.
+
+    Args:
+        device: Where the steps run.
+        graph: The class :class:`graphckpt.Graph`, which is above this package: its ``verify`` is of this package.
+        begin: Called with the name of each check that begins.
+    """
     noise: dict[str, float] = {}
     for subject in SUBJECTS:
         begin(subject.name)
@@ -98,7 +103,7 @@ def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[
         if subject.tiles:
             yield _guarded(partial(_tiles, subject, device), "tiles(4)", subject.name, "device")
     checks: tuple[tuple[str, Callable[[torch.device], tuple[str, str]]], ...] = (
-        ("captured step", _captured),
+        ("captured step", partial(_captured, graph=graph)),
         ("offload under load", _under_load),
         ("allocated bytes", partial(_predicted, kind="allocated")),
         ("reserved bytes", partial(_predicted, kind="reserved")),
@@ -198,29 +203,29 @@ def _compared(subject: Subject, device: torch.device, policies: Mapping[str, Any
     return CLOSE, ""
 
 
-@final
-class _CapturedStep(Graph):
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.model = training.model
-        layers: Any = self.model.layers  # blocks
-        for layer in layers:
-            layer.config.update({"activation_checkpointing": True, "offload": True, "min_elements": 1})
-        self.add_optimizer(training.optimizer)
-        self.config.capture = "cuda_graph"
-
-    def build(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.model(batch).square().mean()
-        loss.backward()
-        return loss
-
-
-def _captured(device: torch.device) -> tuple[str, str]:
+def _captured(device: torch.device, graph: Any) -> tuple[str, str]:
+    """Compares replays of a step of a ``graph``, a class, with plain steps."""
     if device.type != "cuda":
         return SKIPPED, "steps are captured on CUDA alone"
     training = _TRANSFORMER.train(device, fused=True, capturable=True)
+
+    class Train(graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = training.model
+            layers: Any = self.model.layers  # blocks
+            for layer in layers:
+                layer.config.update({"activation_checkpointing": True, "offload": True, "min_elements": 1})
+            self.add_optimizer(training.optimizer)
+            self.config.capture = "cuda_graph"
+
+        def build(self, batch: Tensor) -> Tensor:
+            loss: Tensor = self.model(batch).square().mean()
+            loss.backward()
+            return loss
+
     try:
-        result = _CapturedStep(training).verify(training.batch)
+        result = Train().verify(training.batch)
     except GraphError as error:
         return DIFFERS, str(error)
     return (EQUAL if result.is_captured else DIFFERS), str(result)
@@ -305,3 +310,42 @@ def _rates(device: torch.device, tier: str) -> tuple[str, str]:
         return SKIPPED, "the tensors are in host memory already"
     there, back = copy_rates(device, tier)
     return MEASURED, f"{format_bytes(int(there))}/s there, {format_bytes(int(back))}/s back"
+
+
+def report(machine: str, rows: Sequence[CheckResult], seconds: float) -> str:
+    """Returns a text to read, and to paste into an issue."""
+    faults = [row for row in rows if row.is_fault]
+    num_checks = sum(row.outcome != SKIPPED for row in rows)
+    verdict = f"{len(faults)} of {num_checks} checks failed" if faults else f"all {num_checks} checks passed"
+    parts = [machine, _table(rows), *_others(rows), f"{verdict}, {seconds:.0f} s"]
+    if faults:
+        parts.append("please open an issue with this text")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[CheckResult]) -> str:
+    """Returns a table of the rules by stores: over all models, each cell has the outcomes that differ."""
+    cells: dict[tuple[str, str], list[CheckResult]] = {}
+    for row in rows:
+        cells.setdefault((row.check, row.store), []).append(row)
+    lines = [[rule, *(_cell(cells.get((rule, store), [])) for store in STORES)] for rule in RULES]
+    return text_of([table_of([Column("policy"), *map(Column, STORES)], lines)]).rstrip()
+
+
+def _cell(rows: Sequence[CheckResult]) -> str:
+    outcomes = dict.fromkeys(row.outcome for row in rows)
+    faults = sum(row.is_fault for row in rows)
+    if faults:
+        return f"FAILED {faults} of {len(rows)}"
+    return ", ".join(outcomes) or "-"
+
+
+def _others(rows: Sequence[CheckResult]) -> Iterator[str]:
+    for row in rows:
+        if row.check not in RULES:
+            subject = f", {row.subject}" if row.outcome != SKIPPED else ""
+            detail = f": {row.detail}" if row.detail else ""
+            yield f"{row.check}{subject}: {row.outcome}{detail}"
+    for row in rows:
+        if row.check in RULES and (row.is_fault or (row.detail and row.outcome not in (EQUAL, CLOSE, SKIPPED))):
+            yield f"FAILED: {row.check}, {row.store}, {row.subject}: {row.detail}"

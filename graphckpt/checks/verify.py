@@ -1,35 +1,29 @@
-"""Compares the steps of a user's loop under policies with plain ones, in every bit."""
+"""``graphckpt.verify``: compares the steps of a user's loop under policies with plain ones."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, final
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Policies, apply
 from graphckpt.blocks.forward import BlockForward, disable_checkpointing, policy_of
 from graphckpt.blocks.proxy import unwrap
+from graphckpt.checks.comparison import UNSTABLE_FIX, Stateful, StepState, Values, Verification, compare, outputs_of
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, shown
-from graphckpt.graph.verify import UNSTABLE_FIX, ModelState, Values, Verification, compare, outputs_of
 from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.training_state import on_optimizer_step
 
 _SAME_BATCH = "let step_fn compute on the same batch in every call, and pass in `stateful` what else it changes"
-_FIX_OF_LOOP = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
-
-
-class Stateful(Protocol):
-    """An object that :func:`verify` saves and restores by its ``state_dict``."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+_UNSTABLE_FIX = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
 
 
 @without_value_checks()
@@ -84,23 +78,8 @@ def verify(
     bitwise equal to the plain step: loss, 4 gradients, 4 parameters, RNG (2 steps, 20 tensors, 10.3 KiB)
     """
     model = unwrap(model)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"verify: expected an nn.Module, got {shown(model)} · fix: verify(model, step_fn, policies)")
-    if not callable(step_fn):
-        what = f"expected a function that runs a training step, got {shown(step_fn)}"  # type: ignore[unreachable]
-        raise ConfigError(f"verify: {what} · fix: verify(model, step_fn, policies)")
-    if type(steps) is not int or steps < 1:
-        raise ConfigError(f"verify.steps: expected an integer of at least 1, got {shown(steps)} · fix: steps=3")
-    objects = _stateful_objects(stateful)
+    objects = _checked(model, step_fn, steps, stateful)
     check_restore(restore, "verify")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor) or tensor.is_meta:
-            fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
-            raise ConfigError(f"verify: expected values in all parameters and buffers, `{name}` has none · fix: {fix}")
-    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-    if scripted:
-        what = f"expected modules of Python, whose attributes can be put back, `{scripted[0]}` is a ScriptModule"
-        raise ConfigError(f"verify: {what} · fix: leave torch.jit.script out")
     with ExitStack() as stack:
         if policies is not None:
             stack.enter_context(apply(model, policies))
@@ -108,24 +87,12 @@ def verify(
         if not wrappers:
             what = "expected a model with policies, got one without"
             raise ConfigError(f"verify: {what} · fix: verify(model, step_fn, True), or apply() policies first")
-
-        @contextmanager
-        def plain() -> Iterator[None]:
-            for wrapper in wrappers:
-                wrapper.uninstall()
-            try:
-                with disable_checkpointing():  # also of what checkpoint() wraps
-                    yield
-            finally:
-                for wrapper in wrappers:
-                    wrapper.install()
-
         loop = _Loop(model, step_fn, objects, restore)
         num_calls = _num_calls(wrappers)
         start = loop.snapshot()
         try:
             with loop.watching():
-                result = compare("verify", loop.run, plain, loop.snapshot, steps, _FIX_OF_LOOP)
+                result = compare("verify", loop.run, partial(_plain, wrappers), loop.snapshot, steps, _UNSTABLE_FIX)
         finally:
             start.put_back()
         if _num_calls(wrappers) == num_calls and not any(wrapper.is_in_graph for wrapper in wrappers):
@@ -139,23 +106,50 @@ def verify(
     return result
 
 
+def _checked(model: Any, step_fn: Any, steps: Any, stateful: Any) -> list[Stateful]:
+    """Refuses arguments that cannot be compared; returns the stateful objects."""
+    how = "fix: verify(model, step_fn, policies)"
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"verify: expected an nn.Module, got {shown(model)} · {how}")
+    if not callable(step_fn):
+        raise ConfigError(f"verify: expected a function that runs a training step, got {shown(step_fn)} · {how}")
+    if type(steps) is not int or steps < 1:
+        raise ConfigError(f"verify.steps: expected an integer of at least 1, got {shown(steps)} · fix: steps=3")
+    is_one = hasattr(stateful, "state_dict")
+    objects = [stateful] if is_one or not isinstance(stateful, Iterable) else list(stateful)
+    if is_one or not all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in objects):
+        what = f"expected a list of objects with state_dict() and load_state_dict(), got {shown(stateful)}"
+        raise ConfigError(f"verify.stateful: {what} · fix: stateful=[scheduler, scaler]")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta:
+            fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
+            raise ConfigError(f"verify: expected values in all parameters and buffers, `{name}` has none · fix: {fix}")
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        what = f"expected modules of Python, whose attributes can be put back, `{scripted[0]}` is a ScriptModule"
+        raise ConfigError(f"verify: {what} · fix: leave torch.jit.script out")
+    return objects
+
+
+@contextmanager
+def _plain(wrappers: Iterable[BlockForward]) -> Iterator[None]:
+    for wrapper in wrappers:
+        wrapper.uninstall()
+    try:
+        with disable_checkpointing():  # also of what checkpoint() wraps
+            yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.install()
+
+
 def _num_calls(wrappers: Iterable[BlockForward]) -> int:
     return sum(wrapper.num_calls for wrapper in wrappers)
 
 
-def _stateful_objects(stateful: Any) -> list[Stateful]:
-    is_one = hasattr(stateful, "state_dict")
-    objects = [stateful] if is_one or not isinstance(stateful, Iterable) else list(stateful)
-    for each in objects:
-        if is_one or not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-            what = f"expected a list of objects with state_dict() and load_state_dict(), got {shown(stateful)}"
-            raise ConfigError(f"verify.stateful: {what} · fix: stateful=[scheduler, scaler]")
-    return objects
-
-
 @final
 class _Loop:
-    """A step of a user's loop: its results, and copies of its state."""
+    """A step of a user's loop: its results, gradients among them, and copies of its state."""
 
     def __init__(
         self, model: nn.Module, step_fn: Callable[[], Any], stateful: Iterable[Stateful], restore: Restore
@@ -163,9 +157,9 @@ class _Loop:
         self._model = model
         self._step_fn = step_fn
         self._restore = restore
-        self._stateful = list(stateful)
+        self._stateful = stateful
         self._optimizers: list[Optimizer] = []
-        self._snapshots: list[_LoopState] = []
+        self._snapshots: list[StepState] = []
         self._gradients: dict[str, torch.Tensor] = {}
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.has_backward = not self._trained
@@ -174,13 +168,9 @@ class _Loop:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Sees each optimizer before its update: its state is to be copied, and its gradients may be freed after it."""
-        hooks = [parameter.register_hook(self._see_gradient) for parameter in self._trained]
-        try:
-            with on_optimizer_step(self._before_update):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        seeing = register_multi_grad_hook(self._trained, self._see_gradient, mode="any")
+        with seeing, on_optimizer_step(self._before_update):
+            yield
 
     def _see_gradient(self, _: torch.Tensor) -> None:
         self.has_backward = True
@@ -204,40 +194,16 @@ class _Loop:
         outputs = outputs_of(self._step_fn())
         gradients = {**self._present_gradients(), **self._gradients}
         self.has_backward |= bool(gradients)
-        state = _LoopState(self._model, self._optimizers)
-        return {**outputs, "gradient": gradients, **state.values()}
+        return {**outputs, "gradient": gradients, **self._state().values()}
 
-    def snapshot(self) -> _LoopState:
-        reached = reached_by(self._step_fn, self._model, self._restore, "verify")
-        state = _LoopState(self._model, self._optimizers, self._stateful, reached)
+    def snapshot(self) -> StepState:
+        state = self._state(self._stateful, reached_by(self._step_fn, self._model, self._restore, "verify"))
         self._snapshots = [*self._snapshots[:1], state]  # of the start, and of the present step
         return state
 
-
-@final
-class _LoopState:
-    """Copies of the state that a step of a user's loop changes."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Iterable[Optimizer],
-        stateful: Iterable[Stateful] = (),
-        reached: StepReach | None = None,
-    ) -> None:
-        inner = model_of(model)
-        self._state = ModelState({"": model} if inner is model else {"module": inner}, (), reached)
-        for optimizer in optimizers:
-            self.add(optimizer)
-        self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
-
-    def add(self, optimizer: Optimizer) -> None:
-        self._state.state.add(optimizer)  # with the parameters of modules outside of the model, such as a head
-
-    def values(self) -> Values:
-        return self._state.values()
-
-    def put_back(self) -> None:
-        self._state.state.restore()
-        for each, state in self._stateful:
-            each.load_state_dict(copy.deepcopy(state))
+    def _state(self, stateful: Iterable[Stateful] = (), reached: StepReach | None = None) -> StepState:
+        inner = model_of(self._model)
+        state = StepState({"" if inner is self._model else "module": inner}, (), stateful, reached)
+        for optimizer in self._optimizers:
+            state.add(optimizer)
+        return state

@@ -1,1 +1,0 @@
-"""Checks the guarantees of the library on a device of the user: ``graphckpt selftest``."""
