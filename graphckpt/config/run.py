@@ -23,12 +23,13 @@ from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
+from graphckpt.planning.options import Budget, check_budget
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep, first_step
-from graphckpt.search.fit import SizedStep, fit, fit_steps
+from graphckpt.search.fit import SizedStep, SizedSteps, fit
 from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile
 from graphckpt.simulation.fake_cluster import FakeCluster, cluster_of
 from graphckpt.simulation.fake_device import FakeDevice
@@ -44,7 +45,6 @@ from graphckpt.train.snapshot.saved_run import CONFIG
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.search.fit_result import Fit
 
@@ -245,17 +245,15 @@ class FakeConfigSteps:
         train = self.run.train
         if global_batch is None and train.global_batch_size is not None:
             global_batch = train.global_batch_size // train.dist.data_parallel_size
-        return fit_steps(
-            self.step,
-            batch_sizes,
-            memory_budget,
-            self.options,
+        steps = SizedSteps(
+            make_sized=self.step,
+            budget=check_budget(memory_budget, for_fit=True),
+            options=self.options,
             is_real=False,
             can_accumulate=True,
             notes=self.notes,
-            global_batch=global_batch,
-            progress=progress,
         )
+        return steps.fit(batch_sizes, global_batch, progress)
 
 
 def _rank_notes(dist: DistConfig, cluster: FakeCluster) -> Iterator[str]:

@@ -277,7 +277,7 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
             plan = planner.lowest(limit)
             if any(run.needed_bytes <= limit for run in runs.values()) or policies_key(plan) in runs:
                 break
-        run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, group)
+        run = runs[policies_key(plan)] = run_under(plan, planner.model, step, group)
         if run.is_met:
             break
         correction = run.plan.correction_bytes
@@ -288,7 +288,7 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
         if best is not None and best.predicted_step_seconds <= plan.predicted_step_seconds:
             break
         if policies_key(plan) not in runs:
-            run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, group)
+            run = runs[policies_key(plan)] = run_under(plan, planner.model, step, group)
             best = run.plan if run.needed_bytes <= limit else best
     if best is None:
         lowest = min(run.needed_bytes for run in runs.values())
@@ -311,7 +311,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
         plan = planner.closest(bound)
         if policies_key(plan) in runs:
             break
-        run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
+        run = runs[policies_key(plan)] = run_under(plan, planner.model, step, PlanGroup(), most_reserved=limit)
         peak = run.plan.predicted_peak_bytes
         if run.needed_bytes <= limit:
             best = run if best is None or run.plan.predicted_step_seconds < best.plan.predicted_step_seconds else best
@@ -325,7 +325,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
             bound = (best.plan.predicted_peak_bytes + too_high) // 2
     for plan in [planner.lowest(limit), *planner.measured_plans(limit)]:
         if best is None and policies_key(plan) not in runs:
-            run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
+            run = runs[policies_key(plan)] = run_under(plan, planner.model, step, PlanGroup(), most_reserved=limit)
             best = run if run.needed_bytes <= limit else None
     if best is not None:
         return replace(best.plan, budget_bytes=limit)
@@ -339,10 +339,10 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
 def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
     """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
     plan = planner.plan(planner.floor.peak)
-    run = run_plan(plan, planner.model, step, group).plan
+    run = run_under(plan, planner.model, step, group).plan
     # Where the table predicts too little for this plan, or too much for those that have run to be measured.
     lower = sorted(planner.measured_plans(run.predicted_peak_bytes - 1), key=lambda plan: plan.predicted_peak_bytes)
-    runs = [run, *(run_plan(each, planner.model, step, group).plan for each in lower[:_MOST_CHECKS])]
+    runs = [run, *(run_under(each, planner.model, step, group).plan for each in lower[:_MOST_CHECKS])]
     run = min(runs, key=lambda plan: plan.predicted_peak_bytes)
     return run if run is plan else replace(run, budget_bytes=run.predicted_peak_bytes)
 
@@ -354,6 +354,8 @@ class CheckedPlan:
 
     plan: Plan
     """With the peak of that step, unless it is as predicted."""
+    run: StepRun
+    """The measurements of that step."""
     is_met: bool
     """Whether the peak was predicted to 1 %, and within the budget of the plan."""
     needed_bytes: int
@@ -363,16 +365,27 @@ class CheckedPlan:
     second; also true where no allocator is simulated."""
 
 
-def run_plan(
-    plan: Plan, model: nn.Module | None, step: RealStep | FakeStep, group: PlanGroup, *, most_reserved: int = 0
+def run_under(
+    plan: Plan,
+    model: nn.Module | None,
+    step: RealStep | FakeStep,
+    group: PlanGroup,
+    *,
+    most_reserved: int = 0,
+    is_timed: bool = False,
 ) -> CheckedPlan:
     """Runs the step under a plan, which is corrected if its prediction is not met.
 
-    With ``most_reserved`` the plan needs what the allocator has to be able to reserve, which may be at most this.
+    With ``most_reserved`` the plan needs what the allocator has to be able to reserve, which may be at most this. With
+    ``is_timed`` a step on a device that is present is timed too, in place of logging its allocations; a simulated one
+    always has both.
     """
     group.check_equal(policies=list(policies_key(plan)))
     with plan.apply(model):
-        run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0, step.allocations())
+        if is_timed or isinstance(step, FakeStep):
+            run = step.run()
+        else:
+            run = StepRun(_peak(step, group, plan), 0.0, step.allocations())
         peak = group.max(run.peak_bytes)
     difference = peak - plan.predicted_peak_bytes
     is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
@@ -382,7 +395,7 @@ def run_plan(
         checked = plan if is_exact else corrected(plan, difference)
         if run.allocations is not None:
             checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
-        return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
+        return CheckedPlan(checked, run, is_met, checked.predicted_peak_bytes)
     assert run.allocations is not None
     has_copies = any(row.moved_bytes for row in plan.rows)  # which a trace does not show
     plan = replace(
@@ -398,9 +411,9 @@ def run_plan(
     needed = step.least_capacity(run.allocations, most_reserved) if most_reserved else peak
     replayed = step.replay(run.allocations)
     if replayed is None:
-        return CheckedPlan(plan, is_met, needed)
+        return CheckedPlan(plan, run, is_met, needed)
     is_steady = replayed.is_steady and replayed.reserved_bytes <= step.capacity_bytes
-    return CheckedPlan(with_reserved(plan, replayed, run.allocations, step), is_met, needed, is_steady)
+    return CheckedPlan(with_reserved(plan, replayed, run.allocations, step), run, is_met, needed, is_steady)
 
 
 def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -13,20 +13,20 @@ from torch import nn
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
-from graphckpt.planning.options import Budget, PlanOptions, check_budget
+from graphckpt.planning.options import Budget, PlanOptions, budget_bytes, check_budget
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.plan_step import find_blocks, frozen_objects, measure_all, plan_step
-from graphckpt.planning.planner import CheckedPlan, Planner, plan_in_limit, policies_key, run_plan
+from graphckpt.planning.plan_step import check_parameters, find_blocks, frozen_objects, measure_all
+from graphckpt.planning.planner import CheckedPlan, Planner, Planners, plan_in_limit, policies_key, run_under
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep, states_of
-from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate, PolicyEstimate
 from graphckpt.search.peak_parts import PeakParts
 from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
+from graphckpt.search.search import Report, Search, reporting
 from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
@@ -111,13 +111,11 @@ def estimate(
         cluster=cluster,
         task=task,
     )
-    with Progress(is_shown=progress) as lines:
-        return estimate_model(model, device, options, lines.begin)
+    with reporting(progress) as begin:
+        return estimate_model(model, device, options, begin)
 
 
-def estimate_model(
-    model: Any, device: str | Path | DeviceProfile, options: EstimateOptions, begin: Callable[[str], None]
-) -> Estimate:
+def estimate_model(model: Any, device: str | Path | DeviceProfile, options: EstimateOptions, begin: Report) -> Estimate:
     """Does the work of :func:`estimate`; ``begin`` gets a line about each stage."""
     require(EXTRA, "transformers", "yaml", "numpy", "networkx")  # before seconds of imports
     budget = check_budget(options.memory_budget)
@@ -140,13 +138,47 @@ def estimate_model(
         fake = FakeDevice(machine, is_padded=False, cluster=simulated)
         with fake.building():
             module, step_fn, optimizer = source.make(machine.kind)
-        with frozen_objects():
-            step = FakeStep(fake, module, step_fn, optimizer)
-            blocks = find_blocks(module, None)
-            estimation = _Estimation(
-                source=source, machine=machine, model=module, step=step, begin=begin, blocks=blocks
-            )
-            return estimation.run(budget, optimizer, () if simulated is None else simulated.notes)
+        with frozen_objects(), without_value_checks():
+            runs = _Runs(module, FakeStep(fake, module, step_fn, optimizer), begin)
+            columns = runs.under_best_plan(budget) if options.policy is None else runs.under(options.policy)
+    tokens = None if source.seq is None else source.seq * options.batch  # of an encoder-decoder, its inputs'
+    policies = {
+        name: PolicyEstimate.of(plan, parts, machine, samples=options.batch, tokens=tokens, title=title)
+        for name, (title, plan, parts) in columns.items()
+    }
+    parameters = list(module.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    *_, last = policies.values()
+    notes = list(() if simulated is None else simulated.notes)
+    if runs.fault:
+        lora = "" if options.lora is not None else ", lora"
+        notes.insert(0, f"{runs.fault} · fix: a smaller batch or seq{lora}, or a device with more memory")
+    if last.fits:
+        notes += runs.notes
+    if last.binding == Phase.OPTIMIZER.value and options.optimizer == "adamw":
+        notes.append(
+            "the update of AdamW sets the peak, by its temporaries · fix: optimizer='adamw-fused', which has none"
+        )
+    return Estimate(
+        model=source.name,
+        architecture=source.architecture,
+        task=source.task,
+        device=machine.name,
+        memory_bytes=machine.memory_bytes,
+        batch=options.batch,
+        seq=source.seq,
+        world_size=options.world_size or 1,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in trainable),
+        weight_bytes=_bytes_on(machine, [*parameters, *module.buffers()]),
+        gradient_bytes=_bytes_on(machine, trainable),
+        optimizer_bytes=_bytes_on(machine, states_of(optimizer)),
+        policies=policies,
+        plan=columns["plan"][1] if options.policy is None else None,
+        devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
+        assumptions=tuple(_assumptions(source, runs.step)),
+        notes=tuple(notes),
+    )
 
 
 _Column: TypeAlias = tuple[str, Plan, PeakParts]
@@ -154,170 +186,135 @@ _Column: TypeAlias = tuple[str, Plan, PeakParts]
 
 
 @final
-@dataclass(eq=False, kw_only=True)
-class _Estimation:
-    """The runs of one step under different policies."""
+@dataclass(frozen=True)
+class _Policies:
+    """The policies of all blocks, as a configuration of a search."""
 
-    source: PretrainedModel
-    machine: DeviceProfile
-    model: nn.Module
-    step: FakeStep
-    begin: Callable[[str], None]
-    """Called with a line about each stage."""
-    blocks: Sequence[tuple[str, nn.Module]]
-    group: PlanGroup = field(default_factory=PlanGroup)
-    runs: dict[tuple[str, ...], CheckedPlan] = field(default_factory=dict)
-    """Plans under which the step has run, by the policies of their blocks."""
-    fault: str = ""
-    """Why no plan fits."""
-    notes: list[str] = field(default_factory=list)
-    """Notes on the best plan."""
+    names: tuple[str, ...]
+    plan: Plan = field(compare=False)
 
-    def run(self, budget: Budget, optimizer: torch.optim.Optimizer, cluster_notes: Sequence[str]) -> Estimate:
-        source, options, machine = self.source, self.source.options, self.machine
-        columns = self._best_plan(budget) if options.policy is None else self._one_policy(options.policy)
-        tokens = None if source.seq is None else source.seq * options.batch  # of an encoder-decoder, its inputs'
-        policies = {
-            name: PolicyEstimate.of(plan, parts, machine, samples=options.batch, tokens=tokens, title=title)
-            for name, (title, plan, parts) in columns.items()
-        }
-        parameters = list(self.model.parameters())
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        return Estimate(
-            model=source.name,
-            architecture=source.architecture,
-            task=source.task,
-            device=machine.name,
-            memory_bytes=machine.memory_bytes,
-            batch=options.batch,
-            seq=source.seq,
-            world_size=options.world_size or 1,
-            num_parameters=sum(parameter.numel() for parameter in parameters),
-            num_trainable=sum(parameter.numel() for parameter in trainable),
-            weight_bytes=self._bytes_of([*parameters, *self.model.buffers()]),
-            gradient_bytes=self._bytes_of(trainable),
-            optimizer_bytes=self._bytes_of(states_of(optimizer)),
-            policies=policies,
-            plan=columns["plan"][1] if options.policy is None else None,
-            devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
-            assumptions=tuple(self._assumptions()),
-            notes=tuple(self._all_notes([*policies.values()][-1], cluster_notes)),
-        )
 
-    def _best_plan(self, budget: Budget) -> dict[str, _Column]:
+@final
+class _Runs:
+    """The runs of one step under different policies; ``begin`` gets a line about each."""
+
+    def __init__(self, model: nn.Module, step: FakeStep, begin: Report) -> None:
+        self.step = step
+        self.fault = ""
+        """Why no plan fits."""
+        self.notes: list[str] = []
+        """Notes on the best plan."""
+        self._model = model
+        self._begin = begin
+        self._blocks = find_blocks(model, None)
+        self._search: Search[_Policies, CheckedPlan] = Search(self._run, skips=lambda _: False, where=str)
+
+    def under_best_plan(self, budget: Budget) -> dict[str, _Column]:
         """Runs the step with everything kept, with every layer recomputed, and under the best plan."""
-        title = "best plan"
-        planners: list[Planner] = []
-
-        def choose(planner: Planner, limit: int | None) -> Plan:
-            nonlocal title
-            planners.append(planner)
-            keep, full = (self._run_under(planner.uniform()[name]) for name in ("keep", "full"))
-            of_reserved = budget == "max" and bool(keep.predicted_reserved_bytes)
-            if limit is None:
-                return self._run_under(planner.lowest(planner.floor.peak))
-            if self._is_steady(keep, limit) if of_reserved else keep.predicted_peak_bytes <= limit:
-                return replace(keep, budget_bytes=limit)  # nothing is faster
-            if planner.floor.peak <= limit:
-                try:
-                    return plan_in_limit(planner, self.step, budget, limit, self.group)
-                except PlanError:
-                    if of_reserved and self._is_steady(full, limit):
-                        return replace(full, budget_bytes=limit)
-            title = "lowest peak"
-            self.fault = f"no plan fits into {format_bytes(limit)}"
-            lowest = self._run_under(planner.lowest(limit))
-            return min(lowest, full, key=lambda plan: plan.predicted_reserved_bytes or plan.predicted_peak_bytes)
-
-        options = PlanOptions(progress=self._on_run)
-        step = self.step, self.model, self.blocks
-        self.begin("simulating the step under all policies of each kind of layer")
         try:
-            plan = plan_step(*step, budget, options, self.group, choose=choose)
+            check_parameters(self._model, budget)
         except PlanError as error:  # a budget below the weights alone
-            self.fault = str(error).partition(" · fix: ")[0]
-            plan = plan_step(*step, "min", options, self.group, choose=choose)
-            title = "lowest peak"
-        measured, uniform = planners[0].measured, planners[0].uniform()
-        self.notes += [note for note in plan.notes if note not in uniform["keep"].notes]
-        every = {
-            "keep": ("everything kept", self._run_under(uniform["keep"])),
-            "full": ("full everywhere", self._run_under(uniform["full"])),
-            "plan": (title, plan),
+            self.fault, budget = str(error).partition(" · fix: ")[0], "min"
+        self._begin("simulating the step under all policies of each kind of layer")
+        planners = self._measure(None)
+        planner = planners.plain
+        uniform = planner.uniform()
+        memory = self.step.memory(planner.measured.model.static_bytes)
+        limit = None if budget == "min" else budget_bytes(budget, memory, planner.plain.peak)
+        keep, full = (self._run_under(uniform[name]) for name in ("keep", "full"))
+        plan = planners.best_of(lambda planner: self._best_plan(planner, budget, limit, keep, full))
+        headroom = memory.headroom if budget == "max" else 0
+        plan = replace(plan, memory_budget=budget, headroom_bytes=headroom)
+        self.notes = [note for note in plan.notes if note not in uniform["keep"].notes]
+        columns = {
+            "keep": ("everything kept", keep.plan),
+            "full": ("full everywhere", full.plan),
+            "plan": ("lowest peak" if self.fault else "best plan", plan),
         }
-        return {name: (text, each, PeakParts.of(measured, each)) for name, (text, each) in every.items()}
+        return {name: (*column, PeakParts.of(planner.measured, column[1])) for name, column in columns.items()}
 
-    def _one_policy(self, policy: str) -> dict[str, _Column]:
+    def _best_plan(
+        self, planner: Planner, budget: Budget, limit: int | None, keep: CheckedPlan, full: CheckedPlan
+    ) -> Plan:
+        if limit is None:
+            return self._run_under(planner.lowest(planner.floor.peak)).plan
+        of_reserved = self.step.limits_reserved(budget)
+
+        def is_steady(run: CheckedPlan) -> bool:
+            """Whether the step runs within the limit, without releasing memory of the allocator each time."""
+            return run.plan.predicted_reserved_bytes <= limit and run.is_steady
+
+        if is_steady(keep) if of_reserved else keep.plan.predicted_peak_bytes <= limit:
+            return replace(keep.plan, budget_bytes=limit)  # nothing is faster
+        if planner.floor.peak <= limit:
+            try:
+                return plan_in_limit(planner, self.step, budget, limit, PlanGroup())
+            except PlanError:
+                if of_reserved and is_steady(full):
+                    return replace(full.plan, budget_bytes=limit)
+        self.fault = f"no plan fits into {format_bytes(limit)}"
+        lowest = self._run_under(planner.lowest(limit)).plan
+        return min(lowest, full.plan, key=lambda plan: plan.predicted_reserved_bytes or plan.predicted_peak_bytes)
+
+    def under(self, policy: str) -> dict[str, _Column]:
+        """Runs the step with everything kept, and under one policy."""
         is_keep = isinstance(parse_rule(policy), Keep)
-        self.begin(f"simulating the step under {policy}")
-        options = PlanOptions(candidates=() if is_keep else (policy,), progress=self._on_run)
-        with without_value_checks():
-            planner = measure_all(self.step, self.model, self.blocks, options, self.group).plain
-            plans = [self._run_under(plan) for plan in planner.uniform().values()]
+        self._begin(f"simulating the step under {policy}")
+        planner = self._measure(() if is_keep else (policy,)).plain
         titles = {"keep": "everything kept", policy: "everything kept" if is_keep else f"{policy} everywhere"}
+        plans = [self._run_under(plan).plan for plan in planner.uniform().values()]
         return {
             name: (title, plan, PeakParts.of(planner.measured, plan))
             for (name, title), plan in zip(titles.items(), plans, strict=True)
         }
 
-    def _run_under(self, plan: Plan) -> Plan:
+    def _measure(self, candidates: tuple[str, ...] | None) -> Planners:
+        options = PlanOptions(
+            candidates=candidates, progress=lambda done, total: self._begin(f"run {done} of {total} is done")
+        )
+        return measure_all(self.step, self._model, self._blocks, options, PlanGroup())
+
+    def _run_under(self, plan: Plan) -> CheckedPlan:
         """Returns the plan with the figures of a run under it: allocated and reserved bytes, and seconds."""
-        key = policies_key(plan)
-        if key not in self.runs:
-            self.begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")
-            self.runs[key] = run_plan(plan, self.model, self.step, self.group)
-        return self.runs[key].plan
+        run = self._search.result(_Policies(policies_key(plan), plan))
+        assert run is not None
+        return run
 
-    def _is_steady(self, plan: Plan, limit: int) -> bool:
-        """Whether a step has run under a plan within ``limit``, without releasing memory of the allocator each time."""
-        return plan.predicted_reserved_bytes <= limit and self.runs[policies_key(plan)].is_steady
+    def _run(self, policies: _Policies) -> CheckedPlan:
+        self._begin(f"simulating the step under {', '.join(dict.fromkeys(policies.names))}")
+        return run_under(policies.plan, self._model, self.step, PlanGroup())
 
-    def _on_run(self, done: int, total: int) -> None:
-        self.begin(f"run {done} of {total} is done")
 
-    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Returns the bytes of the tensors on the device, those of a shared storage once."""
-        sizes = {id(storage): storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
-        return sum(map(self.machine.rounded, sizes.values()))
+def _bytes_on(machine: DeviceProfile, tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of tensors on a device, those of a shared storage once."""
+    sizes = {id(storage): storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
+    return sum(map(machine.rounded, sizes.values()))
 
-    def _all_notes(self, last: PolicyEstimate, cluster_notes: Sequence[str]) -> Iterator[str]:
-        if self.fault:
-            lora = "" if self.source.options.lora is not None else ", lora"
-            yield f"{self.fault} · fix: a smaller batch or seq{lora}, or a device with more memory"
-        yield from cluster_notes
-        if last.fits:
-            yield from self.notes
-        if last.binding == Phase.OPTIMIZER.value and self.source.options.optimizer == "adamw":
-            yield "the update of AdamW sets the peak, by its temporaries · fix: optimizer='adamw-fused', which has none"
 
-    def _assumptions(self) -> list[str]:
-        source, options = self.source, self.source.options
-        default = "" if options.dtype or source.config.dtype else " (the default)"
-        lines = [
-            f"weights in {str(source.dtype).removeprefix('torch.')}{default}",
-            *self.step.assumptions,
-            "no gradient clipping, no accumulation",
-        ]
-        if options.world_size is not None:
-            gathered = (
-                "" if options.autocast is None else f", gathered in {options.autocast}, gradients reduced in float32"
-            )
-            lines.append(
-                f"FSDP2 over {options.world_size} ranks, each layer sharded and resharded after forward{gathered}"
-            )
-        if source.seq is None:
-            height, width = source.image_size
-            lines.append(f"images of {height} x {width} pixels")
-        else:
-            default = "" if options.seq else " (the default)"
-            lines.append(f"sequences of {source.seq} tokens{default} without padding, no cache of keys and values")
-        if source.task == "seq2seq-lm":
-            lines.append("labels as long as the inputs, whose tokens count")
-        if source.has_experts:
-            lines.append("routing of experts is assumed balanced")
-        if options.lora is not None:
-            lines.append(f"LoRA of rank {options.lora} on the layers that PEFT chooses by default, in its default type")
-        return lines
+def _assumptions(source: PretrainedModel, step: FakeStep) -> list[str]:
+    options = source.options
+    default = "" if options.dtype or source.config.dtype else " (the default)"
+    lines = [
+        f"weights in {str(source.dtype).removeprefix('torch.')}{default}",
+        *step.assumptions,
+        "no gradient clipping, no accumulation",
+    ]
+    if options.world_size is not None:
+        gathered = "" if options.autocast is None else f", gathered in {options.autocast}, gradients reduced in float32"
+        lines.append(f"FSDP2 over {options.world_size} ranks, each layer sharded and resharded after forward{gathered}")
+    if source.seq is None:
+        height, width = source.image_size
+        lines.append(f"images of {height} x {width} pixels")
+    else:
+        default = "" if options.seq else " (the default)"
+        lines.append(f"sequences of {source.seq} tokens{default} without padding, no cache of keys and values")
+    if source.task == "seq2seq-lm":
+        lines.append("labels as long as the inputs, whose tokens count")
+    if source.has_experts:
+        lines.append("routing of experts is assumed balanced")
+    if options.lora is not None:
+        lines.append(f"LoRA of rank {options.lora} on the layers that PEFT chooses by default, in its default type")
+    return lines
 
 
 def _devices_with(num_bytes: int) -> tuple[str, ...]:

@@ -22,8 +22,9 @@ import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
-from graphckpt.search.fit import _gradients_missing_in_forward, largest
+from graphckpt.search.fit import _gradients_missing_in_forward
 from graphckpt.search.fit_result import BatchFit, Fit
+from graphckpt.search.sizes import largest
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import load_profile
 from graphckpt.units import format_bytes
