@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.planning.planner import Planners
+    from graphckpt.search.estimate_result import Estimate
     from graphckpt.search.fit_result import Fit
+    from graphckpt.search.layout_result import LayoutComparison
     from graphckpt.simulation.profile import DeviceProfile
 else:
     yaml = LazyPackage("yaml", "plan")
@@ -520,10 +522,7 @@ def _compare_layouts(parsed: argparse.Namespace, machine: DeviceProfile, budget:
             progress=progress.begin,
             **_options(parsed),
         )
-    if parsed.json:
-        print(json.dumps(comparison.to_dict(), indent=1), file=parsed.stdout)
-    else:
-        comparison.explain()
+    _print_result(comparison, parsed)
     return 0
 
 
@@ -535,11 +534,15 @@ def _estimate(parsed: argparse.Namespace) -> int:
 
     with CommandProgress() as progress:
         estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
-    if parsed.json:
-        print(json.dumps(estimate.to_dict(), indent=1), file=parsed.stdout)
-    else:
-        estimate.explain()
+    _print_result(estimate, parsed)
     return 0
+
+
+def _print_result(result: Estimate | LayoutComparison, parsed: argparse.Namespace) -> None:
+    if parsed.json:
+        print(json.dumps(result.to_dict(), indent=1), file=parsed.stdout)
+    else:
+        result.explain()
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

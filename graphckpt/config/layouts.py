@@ -1,6 +1,6 @@
 """Compares layouts of a run over the ranks of a cluster: sizes of data, tensor and pipeline parallelism, and ZeRO.
 
-Arithmetic rules most of them out, and the most promising of the others are simulated: ``graphckpt fit --world-size``.
+Arithmetic rules most of them out, and the most to_simulate of the others are simulated: ``graphckpt fit --world-size``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from graphckpt.search.layout_result import (
     option_overrides,
     size_overrides,
 )
+from graphckpt.search.search import Search
 from graphckpt.simulation.cluster_profile import Cluster
 from graphckpt.simulation.fake_cluster import cluster_of
 from graphckpt.simulation.profile import DeviceProfile, load_profile
@@ -134,49 +135,40 @@ def compare_layouts(
     limit = budget_bytes(budget, absent_memory(machine.kind, machine.memory_bytes, machine.context_bytes))
     changes, own_options, report = list(overrides), dict(options or {}), progress or (lambda _: None)
     report("loading the config and its model")
-    with ConfigSource(config_file, changes).checked() as run:
-        checks = LayoutChecks(run, machine, network, limit, stays_in_node=layouts is None)
-        section = run.train.activation_checkpoint
-    ruled_out: list[SkippedLayout] = []
-    possible: list[tuple[float, Layout]] = []
-    for layout in dict.fromkeys(wanted):
-        if (reason := checks.reason_against(layout)) is not None:
-            ruled_out.append(SkippedLayout(layout, reason))
-        else:
-            possible.append((checks.estimated_seconds(layout), layout))
-    possible.sort(key=lambda pair: pair[0])
-    promising = [layout for _, layout in possible[:MOST_SIMULATED]]
-    rows: list[LayoutRow] = []
-    for number, layout in enumerate(promising, 1):
-        train = checks.train_of(layout)
-        sizes = train.sizes
-        own_changes = [
-            *changes,
-            *layout.overrides(),
-            *size_overrides(sizes.micro_batch, sizes.accumulation, checks.global_batch),
-        ]
-        name = f"layout {number} of {len(promising)}, {layout}"
+    with ConfigSource(config_file, changes).checked() as settings:
+        checks = LayoutChecks(settings, machine, network, limit, stays_in_node=layouts is None)
+        section = settings.train.activation_checkpoint
+
+    def run(layout: Layout) -> LayoutRow:
+        sizes = checks.train_of(layout).sizes
+        of_sizes = size_overrides(sizes.micro_batch, sizes.accumulation, checks.global_batch)
+        own_changes = [*changes, *layout.overrides(), *of_sizes]
+        name = f"layout {to_simulate.index(layout) + 1} of {len(to_simulate)}, {layout}"
         plans: list[StagePlan] = []
-        try:
-            with fake_stages_from(
-                config_file, own_changes, device=machine, cluster=network, options=own_options
-            ) as stages:
-                # One stage at a time: a simulated rank sets PyTorch's default process group, of which a process has
-                # one.
-                for alike in checks.equal_stages(layout):
-                    where = f"{name}, stage {alike[0]}" if len(stages) > 1 else name
-                    report(f"{where}: loading the config and its model")
-                    with stages[alike[0]] as steps:
-                        plan = _plan(steps, budget, partial(_report_run, report, where))
-                    plans.append(StagePlan(alike, replace(plan, model=None, front=None)))  # which hold the model
-        except (ConfigError, PlanError) as error:
-            ruled_out.append(SkippedLayout(layout, first_line(error) if isinstance(error, PlanError) else str(error)))
-        else:
-            row = LayoutRow(
-                layout=layout, micro_batch=sizes.micro_batch, accumulation=sizes.accumulation, stages=tuple(plans)
-            )
-            rows.append(row)
-            report(f"{name}: {format_seconds(row.seconds)} within {format_bytes(row.peak_bytes)}")
+        with fake_stages_from(config_file, own_changes, device=machine, cluster=network, options=own_options) as stages:
+            # One stage at a time: a simulated rank sets PyTorch's default process group, of which a process has one.
+            for numbers in checks.equal_stages(layout):
+                where = f"{name}, stage {numbers[0]}" if len(stages) > 1 else name
+                report(f"{where}: loading the config and its model")
+                with stages[numbers[0]] as steps:
+                    plan = _plan(steps, budget, partial(_report_run, report, where))
+                plans.append(StagePlan(numbers, replace(plan, model=None, front=None)))  # which hold the model
+        row = LayoutRow(
+            layout=layout, micro_batch=sizes.micro_batch, accumulation=sizes.accumulation, stages=tuple(plans)
+        )
+        report(f"{name}: {format_seconds(row.seconds)} within {format_bytes(row.peak_bytes)}")
+        return row
+
+    search = Search(run, lambda error: isinstance(error, (ConfigError, PlanError)), "layout {}".format)
+    possible = search.possible(dict.fromkeys(wanted), checks.reason_against)
+    seconds = {layout: checks.estimated_seconds(layout) for layout in possible}
+    possible.sort(key=seconds.__getitem__)
+    to_simulate, slower = possible[:MOST_SIMULATED], possible[MOST_SIMULATED:]
+    rows = [row for layout in to_simulate if (row := search.result(layout)) is not None]
+    ruled_out = [
+        SkippedLayout(layout, first_line(error) if isinstance(error, PlanError) else str(error))
+        for layout, error in search.errors.items()
+    ]
     if not rows:
         head = f"world_size {world_size}: no layout fits into {format_bytes(limit)} on {machine.name}"
         raise PlanError(bullets(head, SkippedLayout.grouped(ruled_out)))
@@ -189,7 +181,7 @@ def compare_layouts(
         global_batch=checks.global_batch,
         rows=tuple(sorted(rows, key=lambda row: row.seconds)),
         ruled_out=tuple(ruled_out),
-        left_out=tuple(_left_out(*pair) for pair in possible[MOST_SIMULATED:]),
+        left_out=tuple(_left_out(seconds[layout], layout) for layout in slower),
         train_arguments=("--config-file", str(config_file), *changes, *_unset(section), *option_overrides(own_options)),
     )
 

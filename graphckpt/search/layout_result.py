@@ -17,6 +17,7 @@ from graphckpt.ledger.table import WIDTH, Column, bullet, bytes_or_dash, show, t
 from graphckpt.planning.options import Budget
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.search.fit_result import policy_counts
+from graphckpt.search.search import pareto
 from graphckpt.simulation.cluster_profile import ClusterProfile, cluster_note
 from graphckpt.units import format_bytes, format_rate, format_seconds
 
@@ -164,11 +165,6 @@ class LayoutRow:
             counts += Counter({name: n * len(stage.stages) for name, n in policy_counts(stage.plan).items()})
         return ", ".join(f"{count} {name}" for name, count in counts.items())
 
-    def is_worse_than(self, other: LayoutRow) -> bool:
-        """Whether ``other`` is better in step time (and so in samples per second) or peak, and worse in neither."""
-        figures, others = (self.seconds, self.peak_bytes), (other.seconds, other.peak_bytes)
-        return figures != others and all(one >= another for one, another in zip(figures, others, strict=True))
-
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values."""
         of_stages = [
@@ -176,7 +172,7 @@ class LayoutRow:
                 "stages": list(numbers),
                 **byte_values(plan),
                 **second_values(plan),
-                "policies": {name: dict(fields) for name, fields in plan.policies.items()},
+                "policies": plan.policies,
             }
             for numbers, plan in self.stages
         ]
@@ -223,7 +219,7 @@ class LayoutComparison:
     @cached_property
     def front(self) -> tuple[LayoutRow, ...]:
         """The Pareto-optimal rows: no other one is better in step time or peak without being worse in the other."""
-        return tuple(row for row in self.rows if not any(row.is_worse_than(other) for other in self.rows))
+        return pareto(self.rows, costs=lambda row: (row.seconds, row.peak_bytes))
 
     def command(self, row: LayoutRow) -> list[str]:
         """Returns the words of the command line that trains with the layout of a row."""
