@@ -23,6 +23,7 @@ from graphckpt.cli_examples import ESTIMATE, FIT, PLAN, PROFILE, SELFTEST, TRAIN
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, did_you_mean
 from graphckpt.extras import LazyPackage, require
 from graphckpt.progress import CommandProgress
+from graphckpt.simulation.profile_files import packaged_names
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def _add_step_command(
         "--cluster",
         metavar="NAME",
         help="cluster profile, for a config of several processes: a packaged name "
-        f"({', '.join(_profile_names('clusters'))}), or a file; by default that of the device",
+        f"({', '.join(packaged_names('cluster'))}), or a file; by default that of the device",
     )
     parser.add_argument("--memory", metavar="SIZE", help="the device's memory in place of its profile's, such as 24GiB")
     parser.add_argument("--memory-budget", default="max", metavar="SIZE", help=budget_help)
@@ -253,12 +254,8 @@ def _add_json(parser: argparse.ArgumentParser, what: str = "numbers") -> None:
 
 
 def _device_help() -> str:
-    return f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of 'graphckpt profile-device'"
-
-
-def _profile_names(folder: str = "profiles") -> list[str]:
-    """Returns the packaged profiles, as `profile_names` does, without the seconds of its imports."""
-    return sorted(path.stem for path in (Path(__file__).parent / "simulation" / folder).glob("*.yaml"))
+    names = ", ".join(packaged_names("device"))
+    return f"device profile: a packaged name ({names}), or a file of 'graphckpt profile-device'"
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
@@ -548,9 +545,10 @@ def _print_result(result: Estimate | LayoutComparison, parsed: argparse.Namespac
 def _selftest(parsed: argparse.Namespace) -> int:
     from graphckpt.checks import selftest  # noqa: PLC0415 - loads torch
     from graphckpt.graph import Graph  # noqa: PLC0415
+    from graphckpt.simulation.write_profile import present_device  # noqa: PLC0415
 
     began = time.monotonic()
-    device = selftest.device_of(parsed.device)
+    device = present_device(parsed.device, "--device")
     with CommandProgress("selftest") as progress:
         rows = list(selftest.run(device, Graph, progress.begin))
     seconds, machine = time.monotonic() - began, f"graphckpt {__version__}, {selftest.machine(device)}"

@@ -18,7 +18,7 @@ from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.checks.subjects import LARGER, RULES, STORES, SUBJECTS, Subject, Training
 from graphckpt.checks.verify import verify
-from graphckpt.errors import ConfigError, GraphError, first_line
+from graphckpt.errors import GraphError, first_line
 from graphckpt.ledger.table import Column, table_of, text_of
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import plan
@@ -55,20 +55,6 @@ class CheckResult:
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
-
-
-def device_of(name: str | None) -> torch.device:
-    """Returns the device to check: the accelerator by default, or else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        device = accelerator if name is None else torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(
-            f"--device: expected cuda, cuda:1, ... where there is one, or cpu, got {name} · fix: leave it out"
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def machine(device: torch.device) -> str:

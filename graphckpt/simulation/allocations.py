@@ -24,9 +24,9 @@ StorageKind: TypeAlias = Literal["weights", "gradients", "optimizer states", "wo
 """``"weights"`` are parameters and buffers; ``"activations"`` is all that is of no other kind: saved tensors, inputs,
 results that are alive for a moment."""
 
+# Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
+# repeat the second. Reserved bytes of the models tried do not grow after the third.
 _NUM_STEPS = 3
-"""Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
-repeat the second. Reserved bytes of the models tried do not grow after the third."""
 _TEMPORARY, _ADDED = -1, -2  # not ids of storages
 _NOTHING = nullcontext()
 _PRECISION = 2 * 2**20  # bytes: the smallest segment
@@ -119,6 +119,7 @@ def _replacements(before: Sequence[Allocation], last: Sequence[Allocation]) -> d
 
     It is the one of equal size with the same number in the order of births.
     """
+    # By size and order alone, as a storage has no name: of two gradients of one size it is the same which is which.
     freed = {entry.storage for entry in last if not entry.num_bytes}
     left: dict[int, deque[int]] = defaultdict(deque)
     for entry in last:
@@ -262,17 +263,18 @@ class AllocationTrace(LiveBytes):
         self._rounded = rounded
         self._op_seconds = op_seconds
         self._extra_bytes = extra_bytes
+        # The number of each storage that is alive, by its id.
         self._numbers: dict[int, int] = {}
-        """The number of each storage that is alive, by its id."""
+        # The bytes of each storage, by its number.
         self._sizes: list[int] = []
-        """The bytes of each storage, by its number."""
         self._num_ops = 0
+        # The streams of a simulated step by their numbers; FSDP2 gathers and reduces on separate streams.
         self._streams: list[object] = [torch.cpu.current_stream()]
-        """The streams of a simulated step by their numbers; FSDP2 gathers and reduces on separate streams."""
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         self._num_ops += 1
+        # Two out of three dispatches of a fake step, none of which runs anything on the device.
         if func is OF_DEVICE:
             return args[0].device if is_fake(args[0]) else func(*args)
         with without_torch_functions() if self._counts_fake else _NOTHING:

@@ -36,9 +36,13 @@ _ENDLESS = 1 << 60  # bytes of addresses of an expandable segment; PyTorch reser
 _ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
 
 
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 def up_to_blocks(num_bytes: int) -> int:
     """Returns the bytes that the allocator counts for a tensor of ``num_bytes``."""
-    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+    return round_up(num_bytes, MIN_BLOCK)
 
 
 @final
@@ -192,6 +196,8 @@ class CachingAllocator:
         Raises:
             CapacityError: It does not fit into :attr:`capacity`.
         """
+        # The order of attempts decides what is reserved: a free block, a new segment, one after oversized blocks are
+        # released, and one after all free segments are, which waits for the device.
         size = max(MIN_BLOCK, up_to_blocks(num_bytes))
         pool = self._pool(stream, private_pool, is_small=size <= SMALL)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
@@ -237,6 +243,8 @@ class CachingAllocator:
         return self._pools[key]
 
     def _splits(self, pool: _Pool, size: int, rest: int) -> bool:
+        # A remainder of at most SMALL stays with its block, and counts as allocated: large blocks would otherwise leave
+        # pieces that only small tensors fit, which have a pool of their own.
         if pool.is_small or self.rules.expandable_segments:
             return rest >= MIN_BLOCK
         return rest > SMALL and not self._is_oversized(size)
@@ -252,6 +260,7 @@ class CachingAllocator:
         if self.rules.expandable_segments:
             at = self._least_expandable(pool, at)
         block = pool.blocks[pool.free[at][1]]
+        # An oversized block is never split: a smaller tensor would get all of it, and an oversized one far too much.
         if self.rules.max_split_bytes is not None and not pool.is_small and not self.rules.expandable_segments:
             is_oversized = self._is_oversized(size)
             if self._is_oversized(block.size) != is_oversized or (is_oversized and block.size >= size + LARGE_SEGMENT):
@@ -267,6 +276,7 @@ class CachingAllocator:
             following = block.next
             return block.size + (following.size if following is not None and not following.is_mapped else 0)
 
+        # As in PyTorch the search ends at the first that is not smaller, which need not be the least of all.
         while at + 1 < len(pool.free) and size_of(pool.free[at + 1]) < size_of(pool.free[at]):
             at += 1
         return at
@@ -279,11 +289,12 @@ class CachingAllocator:
         elif size < MIN_LARGE:
             num_bytes = LARGE_SEGMENT
         else:
-            num_bytes = -(-size // ROUND_LARGE) * ROUND_LARGE
+            num_bytes = round_up(size, ROUND_LARGE)
         if not self._reserve(num_bytes):
             return None
         block = SegmentBlock(pool, self._end, num_bytes)
-        self._end += num_bytes + LARGE_SEGMENT  # apart: blocks of two segments never merge
+        # Apart, as blocks of two segments never merge, even where the driver returns neighbouring addresses.
+        self._end += num_bytes + LARGE_SEGMENT
         return block
 
     def _reserve(self, num_bytes: int) -> bool:
@@ -301,6 +312,7 @@ class CachingAllocator:
         if threshold is None or self.rules.expandable_segments:
             return False
         num_bytes = max(size, threshold)
+        # One block that is large enough, else the largest ones: each release is a call of the driver, which waits.
         at = bisect_left(pool.free, (num_bytes, 0))
         blocks = [pool.blocks[address] for _, address in pool.free]
         released = blocks[at : at + 1]
@@ -344,6 +356,8 @@ class CachingAllocator:
         return block
 
     def _lowest_room(self, pool: _Pool, size: int) -> SegmentBlock:
+        # From each unmapped range on, with the free block before it: neighbours that are free, mapped or not, count
+        # until one in use follows.
         for address in pool.unmapped:
             block = pool.blocks[address]
             if block.previous is not None and block.previous.is_free:
@@ -354,6 +368,7 @@ class CachingAllocator:
                 following = following.next
             if room >= size:
                 return block
+        # Once for each pool: the addresses of its range do not end.
         self._end += LARGE_SEGMENT
         block = SegmentBlock(pool, self._end, _ENDLESS, is_mapped=False)
         self._end += _ENDLESS
@@ -364,7 +379,7 @@ class CachingAllocator:
         """Gives memory to the first pages of an unmapped range; returns the free block in the pool with them."""
         pool = block.pool
         page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
-        num_bytes = -(-size // page) * page
+        num_bytes = round_up(size, page)
         if not self._reserve(num_bytes):
             return None
         pool.remove(block)
@@ -380,8 +395,9 @@ class CachingAllocator:
         """Takes the memory of the pages that are free as a whole."""
         pool = block.pool
         page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
+        # Pages are counted from the start of the segment: a block that begins within one leaves the rest of it mapped.
         start = self._start_of_pages(block)
-        begin = start + -(-(block.address - start) // page) * page
+        begin = start + round_up(block.address - start, page)
         end = start + (block.address + block.size - start) // page * page
         if end <= begin:
             return

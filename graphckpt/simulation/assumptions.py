@@ -40,10 +40,10 @@ class StepObserver:
         self._op_seconds = op_seconds
         self._attention: dict[str, None] = {}
         self._updates: dict[str, None] = {}
+        # The ops since the last call of an optimizer began.
         self._packets: set[Any] = set()
-        """The ops since the last call of an optimizer began."""
+        # Elements and last dimension of the last softmax. It holds no tensor, which would change the peak.
         self._weights: tuple[int, int] | None = None
-        """Elements and last dimension of the last softmax. It holds no tensor, which would change the peak."""
 
     @contextmanager
     def observing_optimizers(self) -> Iterator[None]:
@@ -64,6 +64,7 @@ class StepObserver:
         return self._op_seconds(func, args, kwargs, result)
 
     def _add_op(self, packet: Any, args: tuple[Any, ...]) -> None:
+        # Attention without a kernel has no op of its own: it is a softmax whose result is multiplied next.
         self._packets.add(packet)
         if packet in _KERNELS:
             self._attention.setdefault(_KERNELS[packet])

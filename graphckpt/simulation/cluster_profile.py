@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, final
 
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.simulation.profile_files import field_faults, is_number, packaged_names, read_profile, value_faults
+from graphckpt.simulation.profile_files import is_number, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes
 
 CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier"]
@@ -21,8 +21,9 @@ CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_a
 
 _GUIDE = '"Time" in docs/howto/cluster.md'
 _LINKS = ("within_node", "between_nodes")
-_LEAST_BANDWIDTH = 1e6  # bytes per second; a smaller number is in GB/s
-_MOST_LATENCY = 0.1  # seconds; a larger number is in microseconds
+# Bytes per second and seconds: a smaller bandwidth is in GB/s, and a larger latency in microseconds.
+_LEAST_BANDWIDTH = 1e6
+_MOST_LATENCY = 0.1
 _OF_DEVICES = {
     "a100-40g": "dgx-a100",
     "a100-80g": "dgx-a100",
@@ -101,6 +102,7 @@ class ClusterProfile:
             pair_rate = min(within.rate, between.rate)
             # A ring leaves a node once. As many rings as the group has ranks on a node use the adapters of all of them.
             rate = min(within.rate, min(per_node.values()) * between.rate)
+        # Each chunk passes all ranks one after another, most of them on the same node.
         latency = (size - num_nodes) * within.latency + (num_nodes - 1) * between.latency
         share = (size - 1) / size
         if kind == "barrier":
@@ -109,7 +111,8 @@ class ClusterProfile:
             return num_bytes / (pair_rate if kind == "send" else rate) + latency
         if kind == "all_to_all":  # what a rank sends to other nodes passes its adapter
             return share * num_bytes / pair_rate + latency
-        rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        # An all-reduce is a reduce-scatter and an all-gather. Each rank keeps its own share, and passes the rest on.
+        rounds = 2 if kind == "all_reduce" else 1
         return rounds * (share * num_bytes / rate + latency)
 
 
@@ -125,23 +128,10 @@ def load_cluster(name_or_path: str | Path | ClusterProfile) -> ClusterProfile:
     """
     if isinstance(name_or_path, ClusterProfile):
         return name_or_path
-    fix = f"use one of {', '.join(cluster_names())}; or write a profile of about 10 lines, see {_GUIDE}"
-    values, path = read_profile(name_or_path, "cluster", fix, if_missing=fix, if_not_yaml=f"see {_GUIDE}")
-    faults = field_faults(values, ClusterProfile)
-    for name in _LINKS:
-        link = values.get(name, {})
-        if not isinstance(link, dict):
-            faults.append(f"{name}: expected bandwidth, latency and efficiency, got {link!r}")
-        elif name in values:
-            faults += field_faults(link, Link, f"{name}.")
-    if faults:
-        raise ConfigError(bullets(f"cluster profile {path}", faults))
-    return ClusterProfile(**{**values, **{name: Link(**values[name]) for name in _LINKS}})
-
-
-def cluster_names() -> list[str]:
-    """Returns the names of the packaged profiles."""
-    return packaged_names("cluster")
+    names = ", ".join(packaged_names("cluster"))
+    fix = f"use one of {names}; or write a profile of about 10 lines, see {_GUIDE}"
+    values = read_profile("cluster", ClusterProfile, name_or_path, fix, fix, dict.fromkeys(_LINKS, Link))
+    return ClusterProfile(**values)
 
 
 def default_cluster(device_name: str) -> ClusterProfile:

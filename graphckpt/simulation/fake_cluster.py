@@ -24,6 +24,7 @@ from graphckpt.simulation.profile import Device, DeviceProfile, load_profile
 from graphckpt.simulation.stand_ins import StandIns, refusal
 from graphckpt.simulation.timeline import bubble_seconds
 
+# By which scripts select their device; PyTorch refuses them without one.
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _OBJECTS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
@@ -81,6 +82,7 @@ class FakeCluster:
         if dist.is_initialized():
             what = f"expected no process group in this process, got one of {dist.get_world_size()}"
             raise ConfigError(f"world_size: {what} · fix: plan before init_process_group, or in a separate process")
+        # An error on the way undoes what was done before it.
         with StandIns() as stand_ins:
             stand_ins.enter_context(patch.dict(os.environ, self._variables()))
             _begin_fake_group(stand_ins, self.world_size, self.rank)
@@ -88,7 +90,7 @@ class FakeCluster:
             stand_ins.enter_context(warnings.catch_warnings())
             # of a mesh of CPUs, which stands in for one of CUDA devices
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-            for name in _CUDA_CALLS:  # by which scripts select their device; PyTorch refuses them without one
+            for name in _CUDA_CALLS:
                 stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
             stand_ins.replace(torch.cuda.current_device, lambda: self.local_rank)
             _refuse(stand_ins)
@@ -162,12 +164,14 @@ def _begin_fake_group(stand_ins: StandIns, world_size: int, rank: int) -> None:
         del backend, pg_options  # of NCCL or gloo
         return new_group(ranks, timeout, None, None, *args, **kwargs)
 
-    stand_ins.swap(sys, excepthook=sys.excepthook)  # PyTorch replaces it by one that prints the rank
+    # Swapped by itself, so that it is back at the end: PyTorch replaces it by one that prints the rank.
+    stand_ins.swap(sys, excepthook=sys.excepthook)
     start_fake_group(world_size, rank)
     stand_ins.callback(dist.destroy_process_group)
     stand_ins.enter_context(own_dtensor_caches())
+    # The group of the script is the one that is there, at its begin and after its end.
     stand_ins.replace(dist.init_process_group, lambda *_, **__: None)
-    stand_ins.replace(dist.destroy_process_group, lambda *_, **__: None)  # at the end of a script's function
+    stand_ins.replace(dist.destroy_process_group, lambda *_, **__: None)
     stand_ins.replace(new_group, new_fake_group)
 
 
@@ -212,6 +216,7 @@ def _refuse(stand_ins: StandIns) -> None:
         return fully_shard(*args, **kwargs)
 
     stand_ins.replace(fully_shard, shard)
+    # Objects of other ranks have values, which a rank that does not run cannot send.
     for name in _OBJECTS:
         stand_ins.replace(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX))
     stand_ins.replace(context_parallel, refusal("context_parallel", _FIX))

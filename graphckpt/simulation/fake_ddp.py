@@ -106,24 +106,24 @@ class FakeReducer:
         this = weakref.ref(self)  # a hook that held the reducer would keep buckets alive without the module
         for number, accumulator in enumerate(self._accumulators):
             accumulator.register_hook(partial(_gradient_is_ready, this, number))
+        # Marks of parameters with a gradient: one tensor on the host, and one that is reduced. A static graph reduces
+        # it only once.
         self._is_used = [self._new_map() for _ in range(2 * find_unused_parameters)]
-        """Marks of parameters with a gradient: one tensor on the host, and one that is reduced. A static graph reduces
-        it only once."""
         self._unused: set[int] = set()
+        # Parameters that the module does not have at present: a planner may take layers out, to run the rest.
         self._absent: set[int] = set()
-        """Parameters that the module does not have at present: the planner takes layers out, to run the rest."""
+        # Parameters in the order of their gradients, until the buckets are rebuilt.
         self._order: list[int] = []
-        """Parameters in the order of their gradients, until the buckets are rebuilt."""
         self._is_rebuilt = False
+        # How often a gradient is added to, in the first backward of a static graph.
         self._calls = [0] * len(parameters)
-        """How often a gradient is added to, in the first backward of a static graph."""
         self._calls_left = list(self._calls)
         self._num_backwards = 0
         self._is_in_backward = False
         self._is_expecting = False
         self._is_unfinished = False
+        # Parameters whose gradients are in the buckets, or that have none in this backward.
         self._ready: set[int] = set()
-        """Parameters whose gradients are in the buckets, or that have none in this backward."""
         self._next = 0
         self._buckets: list[_Bucket] = []
         self._allocate(bucket_indices)
@@ -136,6 +136,7 @@ class FakeReducer:
         self._module = weakref.ref(module)
 
     def _allocate(self, bucket_indices: list[list[int]]) -> None:
+        # First, as in PyTorch: the old buckets are not alive beside the new ones, unless gradients are views of them.
         self._buckets.clear()
         self._bucket_of: dict[int, tuple[_Bucket, int]] = {}
         for numbers in bucket_indices:

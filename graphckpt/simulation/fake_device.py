@@ -8,9 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from math import sqrt
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, Self, final
@@ -33,6 +31,7 @@ from graphckpt._compat_fake import (
 )
 from graphckpt.errors import ConfigError
 from graphckpt.simulation.cluster_profile import default_cluster
+from graphckpt.simulation.cuda_kernels import FULL_PRECISION, AttentionCall, dropout, in_full_precision
 from graphckpt.simulation.fake_cluster import FakeCluster
 from graphckpt.simulation.profile import DeviceProfile
 from graphckpt.simulation.stand_ins import StandIns, user_line
@@ -73,6 +72,7 @@ class FakeDevice:
         self._functions = _FunctionOverrides(machine)
         self.autocast_dtypes: Iterable[torch.dtype] = self._functions.autocast_dtypes
         """The types to which autocast has cast in steps so far."""
+        # A list, as it is reentrant: each `with` undoes what it has done.
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
@@ -85,7 +85,7 @@ class FakeDevice:
                 for target in (Host, Disk):
                     stand_ins.swap(target, byte_store_for=_absent_store)
             stand_ins.swap(torch.utils, swap_tensors=self._swap)  # `module.to(...)` calls it
-            # It draws once, as a fake tensor has no values to compare with the bounds.
+            # PyTorch draws again until all values are within the bounds. This draws once: fake tensors have no values.
             stand_ins.swap(
                 torch.nn.init, **{TRUNCATED_NORMAL: torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())}
             )
@@ -139,7 +139,7 @@ class _FunctionOverrides(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
             return func(*args, **kwargs)
-        # Autocast hides from the ops that it casts for.
+        # Seen here, since autocast is off again in the ops that it casts for.
         is_autocast = torch.is_autocast_enabled("cpu")  # where fake tensors are
         if is_autocast:
             self.autocast_dtypes.setdefault(torch.get_autocast_dtype("cpu"))
@@ -156,8 +156,9 @@ class _FunctionOverrides(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except NoValueError:
+            # A float is a printed loss or a norm of gradients, on which no shape depends; an integer may be a size.
             if func in _READS and args[0].is_floating_point():
-                return 1.0  # a printed loss or a gradient norm: no shape depends on it
+                return 1.0
             reads = f"reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none"
             if (where := _constructor()) is not None:
                 raise ConfigError(f"{where} {reads} · fix: compute it without tensors, or plan on the device") from None
@@ -166,7 +167,7 @@ class _FunctionOverrides(TorchFunctionMode):
             ) from None
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        call = _AttentionCall(*args, **kwargs)
+        call = AttentionCall(*args, **kwargs)
         kernels = (name for name in self._kernels if name == "math" or call.is_supported(name, self._capability))
         run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
         return run()
@@ -181,6 +182,7 @@ def _constructor() -> str | None:
     return None
 
 
+# Replaced in arguments rather than by a default device: `x.to("cuda")` and `torch.zeros(..., device="cuda")` name it.
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replaces devices in arguments by the CPU, where the fake tensors are."""
     if func is torch.device and _is_elsewhere(args[0] if args else kwargs.get("type")):
@@ -249,6 +251,8 @@ def _choose_foreach_optimizers(stand_ins: StandIns) -> None:
 
     ``capturable`` is off meanwhile: optimizers refuse it for tensors on a CPU, where fake ones are.
     """
+    # PyTorch chooses `foreach` by the device of the parameters, which is the CPU here. Its temporaries are of all
+    # parameters at once, so that the choice moves the peak of a step.
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -278,6 +282,7 @@ def _absent_store(target: Offload, device: torch.device, note: Callable[[str], N
 
     The threads of a file hold it for another time, which depends on the disk.
     """
+    # A store that makes no copies but waits in the same order: what is in flight counts as on the device.
     del note
     return HostStore(device, _AbsentCopies(), target.in_flight_bytes if isinstance(target, Host) else None)
 
@@ -314,152 +319,3 @@ class _AbsentCopies(CopyEngine):
     def collect_times(self) -> None: ...
 
     def synchronize(self) -> None: ...
-
-
-_HALF = (torch.float16, torch.bfloat16)
-_aten = torch.ops.aten
-_BIAS_ALIGN = 8  # elements; PyTorch pads masks of the efficient kernel to multiples of it
-
-_FULL_PRECISION = """
-acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod
-cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2
-margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow
-prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan triplet_margin_loss
-"""
-FULL_PRECISION = frozenset(
-    getattr(owner, name)
-    for owner in (torch, F, torch.Tensor)
-    for name in _FULL_PRECISION.split()
-    if hasattr(owner, name)
-)
-"""Functions that autocast runs in float32 on CUDA (docs.pytorch.org/docs/stable/amp.html), but not on the CPU."""
-
-
-@final
-@dataclass(slots=True)
-class _AttentionCall:
-    """The arguments of ``scaled_dot_product_attention``, by its names."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def __post_init__(self) -> None:
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            self.query, self.key, self.value = self.query.to(dtype), self.key.to(dtype), self.value.to(dtype)
-            if self.attn_mask is not None and self.attn_mask.is_floating_point():
-                self.attn_mask = self.attn_mask.to(dtype)
-
-    def is_supported(self, kernel: str, capability: tuple[int, int]) -> bool:
-        """Whether a fused kernel supports the shapes and types of the tensors, and is enabled."""
-        query, key, value = self.query, self.key, self.value
-        width, is_half = query.shape[-1], query.dtype in _HALF
-        is_plain = (
-            query.dim() == key.dim() == value.dim() == 4
-            and query.dtype is key.dtype is value.dtype
-            and query.shape[-1] == key.shape[-1] == value.shape[-1]
-            and query.shape[0] == key.shape[0] == value.shape[0]
-            and (query.shape[1] == key.shape[1] or self.enable_gqa)
-        )
-        if not is_plain:
-            return False
-        if kernel == "flash":
-            is_wide = width > 256 or (width > 192 and capability in ((8, 6), (8, 9)) and self._needs_grad)
-            is_enabled = torch.backends.cuda.flash_sdp_enabled() and capability >= (8, 0)
-            return is_enabled and is_half and not is_wide and self.attn_mask is None
-        if kernel == "cudnn":
-            is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
-            # Its backward computes no gradient of the mask.
-            has_mask_gradient = self.attn_mask is not None and self.attn_mask.requires_grad
-            return is_enabled and is_half and width <= 128 and width % 8 == 0 and not has_mask_gradient
-        return (
-            torch.backends.cuda.mem_efficient_sdp_enabled()
-            and (is_half or query.dtype is torch.float32)
-            and (query.dtype is not torch.bfloat16 or capability >= (8, 0))
-            and query.shape[1] == key.shape[1]
-            and width * query.element_size() % 16 == 0
-        )
-
-    @property
-    def _needs_grad(self) -> bool:
-        tensors = (self.query, self.key, self.value, self.attn_mask)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-    def flash(self) -> torch.Tensor:
-        """Pads heads to a width of 8 n; grouped keys and values are not expanded."""
-        width = self.query.shape[-1]
-        scale = 1 / sqrt(width) if self.scale is None else self.scale
-        missing = -width % 8
-        tensors = [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
-        results = _aten._scaled_dot_product_flash_attention(
-            *tensors, self.dropout_p, self.is_causal, False, scale=scale
-        )
-        out: torch.Tensor = results[0]
-        return out[..., :width] if missing else out
-
-    def cudnn(self) -> torch.Tensor:
-        results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
-            self.query, self.key, self.value, self._additive_mask(), self._needs_grad, self.dropout_p, self.is_causal,
-            False, scale=self.scale,
-        )  # fmt: skip
-        return results[0]
-
-    def efficient(self) -> torch.Tensor:
-        """Saves the mask, which all heads may share."""
-        mask = self._additive_mask()
-        if mask is not None and mask.shape[-1] % _BIAS_ALIGN:
-            length = mask.shape[-1]
-            mask = F.pad(mask, (0, -length % _BIAS_ALIGN))[..., :length]
-        if mask is not None:
-            mask = mask.expand(*self.query.shape[:-1], self.key.shape[-2])
-        results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
-            self.query, self.key, self.value, mask, self._needs_grad, self.dropout_p, self.is_causal, scale=self.scale
-        )
-        return results[0]
-
-    def math(self) -> torch.Tensor:
-        results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
-            self.query, self.key, self.value, self.attn_mask, self.dropout_p, self.is_causal,
-            scale=self.scale, enable_gqa=self.enable_gqa,
-        )  # fmt: skip
-        return results[0]
-
-    def _additive_mask(self) -> torch.Tensor | None:
-        mask = self.attn_mask
-        if mask is None or mask.dtype is not torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-
-
-def dropout(
-    input: torch.Tensor,  # noqa: A002 - PyTorch's name
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    *,
-    train: bool | None = None,
-) -> torch.Tensor:
-    """Replaces ``dropout`` with one kernel that saves a mask of one byte per element."""
-    training = training if train is None else train  # the name in `torch.dropout`
-    if inplace:
-        return torch.dropout_(input, p, training)
-    if not training or not 0 < p < 1 or input.numel() == 0:
-        return torch.dropout(input, p, training)
-    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
-    return dropped
-
-
-def in_full_precision(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def raised(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype in _HALF:
-            return value.float()
-        return type(value)(map(raised, value)) if type(value) in (list, tuple) else value
-
-    with torch.autocast("cpu", enabled=False):
-        return func(*map(raised, args), **{key: raised(value) for key, value in kwargs.items()})

@@ -27,6 +27,7 @@ def simulate_stages(stand_ins: StandIns, on_schedule: Callable[[int, int], None]
 
     begin = PipelineStage.__init__
 
+    # Without both a stage learns the shapes of its inputs from its neighbours, in the first step.
     @wraps(begin)
     def init(
         stage: Any,

@@ -7,9 +7,10 @@ from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.extras import LazyPackage
 
 if TYPE_CHECKING:
@@ -30,35 +31,59 @@ def packaged_names(kind: ProfileKind) -> list[str]:
 
 
 def read_profile(
-    name_or_path: Any, kind: ProfileKind, fix: str, *, if_missing: str, if_not_yaml: str
-) -> tuple[dict[Any, Any], Path]:
-    """Returns the fields of a profile, by its packaged name or from a file, and its file.
+    kind: ProfileKind,
+    profile_class: type,
+    name_or_path: Any,
+    fix: str,
+    write_fix: str,
+    parts: Mapping[str, type] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Returns the fields of a profile, by its packaged name or from a file.
+
+    Args:
+        kind: What it describes.
+        profile_class: The dataclass of it.
+        name_or_path: What the user has passed.
+        fix: For a name that is unknown.
+        write_fix: For a file that is missing, or is not YAML.
+        parts: The dataclasses of fields that have fields themselves.
 
     Raises:
-        ConfigError: There are none, with the fix for a name that is unknown, a file that is missing, or one that is not
-            YAML.
+        ConfigError: There are none, or they are not those of the classes; the message lists all of these.
     """
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"{kind}: expected the name of a profile, got {name_or_path!r} · fix: {fix}")
+    # What ends in .yaml, or exists, is a file, and anything else a packaged name.
     path, name, names = Path(name_or_path), str(name_or_path), packaged_names(kind)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
         variants = [each for each in names if each.rpartition("-")[0] == name]
-        if variants and kind == "device":  # which differ in their memory
+        # "a100" is a device of 40 and of 80 GB, whose plans differ: none of them is meant by default.
+        if variants and kind == "device":
             listed = ", ".join(variants)
             raise ConfigError(f"{kind}: expected one of {listed}, got {name!r} · fix: use {variants[0]!r}")
         if name not in names:
             raise ConfigError(f"{kind}: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
         path = _FOLDERS[kind] / f"{name}.yaml"
     if not path.is_file():
-        raise ConfigError(f"{kind}: the file {path} does not exist · fix: {if_missing}")
+        raise ConfigError(f"{kind}: the file {path} does not exist · fix: {write_fix}")
     try:
+        # A copy: the callers change what they get, and the parsed values are cached.
         values = deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{kind} profile {path}: expected YAML · fix: {if_not_yaml}\n{error}") from error
+        raise ConfigError(f"{kind} profile {path}: expected YAML · fix: {write_fix}\n{error}") from error
+    where = f"{kind} profile {path}"
     if not isinstance(values, dict):
-        what = "expected fields, one per line"
-        raise ConfigError(f"{kind} profile {path}: {what} · fix: write 'name: ...' and the rest")
-    return values, path
+        raise ConfigError(f"{where}: expected fields, one per line · fix: write 'name: ...' and the rest")
+    faults = _field_faults(values, profile_class)
+    for name, part in parts.items():
+        value = values.get(name, {})
+        if not isinstance(value, dict):
+            faults.append(f"{name}: expected {', '.join(each.name for each in fields(part))}, got {value!r}")
+        elif name in values:
+            faults += _field_faults(value, part, f"{name}.")
+    if faults:
+        raise ConfigError(bullets(where, faults))
+    return {**values, **{name: part(**values[name]) for name, part in parts.items()}}
 
 
 @lru_cache(maxsize=64)
@@ -67,7 +92,7 @@ def _parsed(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def field_faults(values: Mapping[Any, Any], kind: type, where: str = "") -> list[str]:
+def _field_faults(values: Mapping[Any, Any], kind: type, where: str = "") -> list[str]:
     """Returns the faults in the names of the fields of a dataclass, each after ``where``."""
     listed = fields(kind)
     names = [each.name for each in listed]

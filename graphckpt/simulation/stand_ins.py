@@ -30,6 +30,7 @@ class StandIns(ExitStack):
         """
         current, name = replacement, original.__name__
 
+        # Through a variable, so that the modules which keep `call` for good are back at the original after the end.
         def end() -> None:
             nonlocal current
             current = original
@@ -39,6 +40,7 @@ class StandIns(ExitStack):
             return current(*args, **kwargs)
 
         self.callback(end)
+        # A copy, as reading an attribute of a lazy module may import others.
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(name) is original:
                 self.swap(module, **{name: call})

@@ -21,21 +21,13 @@ from graphckpt.simulation.cluster_profile import ClusterProfile, CollectiveKind
 from graphckpt.tree import tensors_in
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# The ops of c10d and the functional ones have many names, such as `all_gather_into_tensor_coalesced` and
+# `allgather_coalesced_`: without underscores, they begin with these, of which the first that does counts.
 _KINDS: dict[str, CollectiveKind] = {
-    "_allgather_base_": "gather", "allgather_": "gather", "allgather_coalesced_": "gather",
-    "allgather_into_tensor_coalesced_": "gather", "all_gather_into_tensor": "gather",
-    "all_gather_into_tensor_out": "gather", "all_gather_into_tensor_coalesced": "gather",
-    "_reduce_scatter_base_": "scatter", "reduce_scatter_": "scatter", "reduce_scatter_tensor_coalesced_": "scatter",
-    "reduce_scatter_tensor": "scatter", "reduce_scatter_tensor_out": "scatter",
-    "reduce_scatter_tensor_coalesced": "scatter",
-    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
-    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
-    "broadcast_": "broadcast", "broadcast": "broadcast", "reduce_": "broadcast",
-    "gather_": "broadcast", "scatter_": "broadcast",
-    "send": "send", "recv_": "send", "recv_any_source_": "send", "isend": "send", "irecv": "send",
-    "batch_p2p_ops": "send",
-    "barrier": "barrier", "monitored_barrier_": "barrier",
+    "allgather": "gather", "reducescatter": "scatter", "allreduce": "all_reduce", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast",
+    "send": "send", "recv": "send", "isend": "send", "irecv": "send", "batchp2p": "send",
+    "barrier": "barrier", "monitoredbarrier": "barrier",
 }  # fmt: skip
 _WAITS = ("wait_tensor", "wait_tensors")  # the second from torch 2.15 on
 _FREE = (*_WAITS, "check_for_nan")  # a wait moves nothing
@@ -84,7 +76,8 @@ class Collective:
         name = func.overloadpacket.__name__
         if name in _FREE:
             return None
-        kind = _KINDS.get(name)
+        plain = name.replace("_", "")
+        kind = next((kind for begin, kind in _KINDS.items() if plain.startswith(begin)), None)
         if kind is None:
             fix = "use another collective, or plan with real ranks by torchrun"
             raise ConfigError(f"the step calls {func.name()}, whose time on a cluster is not known · fix: {fix}")
@@ -112,18 +105,24 @@ def _is_passed(name: str, returns: bool) -> bool:
     return name.startswith("output" if returns else ("input", "tensor"))
 
 
+# Note [Collectives of FSDP2]
+# A CPU, on which the step runs here, has none of the streams of FSDP2, so that it calls them in another order in time:
+#
+# - An all-gather starts when the copy-out of the one before it does: the host runs ahead of the device, and issues it
+#   while the layer before computes. Only the first of a forward starts when it is called, as FSDP2 waits for the
+#   optimizer there. Computation waits for it at its copy-out.
+# - Computation waits for a reduce-scatter where the next one copies its input, and at the end of backward. So it does
+#   for the all-reduce after it, of HSDP, at the end of backward.
+#
+# FSDP2 has no ops for its collectives: they are those of c10d whose buffer one of its copies has just written.
+
+
 @final
 class Timeline:
     """The seconds of a step on one rank, op by op. :meth:`op_seconds` gets the ops in the order of the program.
 
     A collective starts when it is called, and not before the last one of its group has ended; computation waits for it
-    where the program does. The collectives of FSDP2 are different, since a CPU has none of their streams:
-
-    - An all-gather starts when the copy-out of the one before it does: the host runs ahead of the device, and issues
-      it while the layer before computes. Only the first of a forward starts when it is called, as FSDP2 waits for the
-      optimizer there. Computation waits for it at its copy-out.
-    - Computation waits for a reduce-scatter where the next one copies its input, and at the end of backward. So it does
-      for the all-reduce after it, of HSDP, at the end of backward.
+    where the program does. Those of FSDP2 are different: see Note [Collectives of FSDP2].
 
     Args:
         op_seconds: returns the seconds of an op that computes.
@@ -139,19 +138,19 @@ class Timeline:
     def begin_step(self) -> None:
         """Begins another step, with no collective under way."""
         self._now = self._communication = self._exposed = 0.0
+        # The seconds of the first forward and backward, with the waits of computation until their end.
         self._first: StepSeconds | None = None
-        """The seconds of the first forward and backward, with the waits of computation until their end."""
+        # When the last collective of each group ends.
         self._ends: dict[str, float] = {}
-        """When the last collective of each group ends."""
+        # The asynchronous collectives under way, each with its end; the work is held so that its id stays unique.
         self._works: dict[int, tuple[Any, float]] = {}
-        """The asynchronous collectives under way, each with its end; the work is held so that its id stays unique."""
+        # The ends of functional collectives and all-gathers of FSDP2, by the id of the storage that they write.
         self._results: dict[int, float] = {}
-        """The ends of functional collectives and all-gathers of FSDP2, by the id of the storage that they write."""
         self._in_backward = False
+        # When the last all-gather of FSDP2 was copied out in this forward and backward.
         self._copied_out: float | None = None
-        """When the last all-gather of FSDP2 was copied out in this forward and backward."""
+        # The storage that FSDP2 has copied shards or gradients to, or that has the reduced ones.
         self._fsdp_buffer = 0
-        """The storage that FSDP2 has copied shards or gradients to, or that has the reduced ones."""
         self._scatter_end = self._reduction_end = 0.0
 
     def waits(self) -> AbstractContextManager[None]:
@@ -194,10 +193,7 @@ class Timeline:
         return seconds
 
     def _see_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Sees FSDP2 copy the input of an all-gather or its result, or gradients to the input of a reduction."""
-        # FSDP2 has no ops for its collectives: they are those of c10d whose buffer one of these ops has just written.
-        # On a device they run on separate streams, so that all-gathers overlap with computation in the usual order
-        # of the program (pytorch#117973).
+        """Sees FSDP2 copy the input of an all-gather or its result, or gradients: see Note [Collectives of FSDP2]."""
         if name == "all_gather_copy_in":
             self._fsdp_buffer = _storage(result[1])
         elif name == "split_with_sizes_copy":
@@ -213,6 +209,7 @@ class Timeline:
             if func.overloadpacket.__name__ in _WAITS:
                 self._wait(max(self._results.pop(_storage(tensor), 0.0) for tensor in tensors_in(args)))
             return 0.0
+        # The other ranks are assumed to call it at the same moment: one rank is simulated.
         seconds = self._cluster.seconds(call.kind, call.num_bytes, call.ranks)
         is_of_fsdp = self._is_of_fsdp(func.overloadpacket.__name__, args)
         start = self._now

@@ -26,7 +26,8 @@ from graphckpt.units import format_bytes, format_seconds
 _MIB = 2**20
 _MIN_RUNS = 3
 _KERNELS = ("flash", "cudnn", "efficient")
-_SLOW_PRODUCT_SECONDS = 1e-3  # of 256 x 256 in float16; one of 4096 x 4096 would take 4 s
+# Of 256 x 256 in float16: a simulated or very slow device, on which one of 4096 x 4096 would take 4 s.
+_SLOW_PRODUCT_SECONDS = 1e-3
 _MAX_PRODUCTS = 64
 _CONTEXT_SECONDS = 120.0
 _IN_CONTEXT = """
@@ -63,8 +64,9 @@ class DeviceBenchmark:
             a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
             took = self.time(lambda a=a: a @ a)  # type: ignore[misc]
             best = max(best, 2 * size**3 / took)
+            # No fast units for the dtype: the next size would take eight times as long.
             if took > self._seconds:
-                break  # no fast units for the dtype: the next size takes eight times as long
+                break
         return best
 
     def bandwidth(self) -> float:
@@ -73,6 +75,7 @@ class DeviceBenchmark:
         return 2 * self.block_bytes / self.time(lambda: other.copy_(one))
 
     def host_copies(self) -> tuple[float, float]:
+        # From memory to memory: the bandwidth counts what is read and what is written.
         return (self.bandwidth() / 2,) * 2
 
     def launch(self) -> float:
@@ -102,6 +105,7 @@ class DeviceBenchmark:
         return ("flash", "math")
 
     def time(self, run: Callable[[], Any]) -> float:
+        # Once before: the first run loads kernels and chooses among them. The median leaves out what others disturb.
         run()
         self.wait()
         times: list[float] = []
@@ -176,6 +180,7 @@ class CudaBenchmark(DeviceBenchmark):
         return rates[0], rates[1]
 
     def workspace(self) -> int:
+        # cuBLAS allocates its workspace at the first product of each stream, so that a new stream shows it.
         a = torch.zeros(256, 256, dtype=torch.float16, device=self.device)
         out = torch.empty_like(a)
         self.wait()
@@ -212,6 +217,7 @@ class CudaBenchmark(DeviceBenchmark):
         query = torch.zeros(2, 4, 128, 64, dtype=torch.float16, device=self.device, requires_grad=True)
         mask = torch.zeros(2, 1, 128, 128, dtype=torch.float16, device=self.device)
         wide = query.detach().float().requires_grad_()
+        # Each call excludes the kernels before: flash has no mask, and neither it nor cuDNN computes in float32.
         order: dict[str, None] = {}
         for tensor, bias in ((query, None), (query, mask), (wide, None)):
             with _flop_counter() as counter:
@@ -251,7 +257,7 @@ def profile(
     Raises:
         ConfigError: The device does not exist, or cannot be measured.
     """
-    place = _device(device)
+    place = present_device(device, "profile: device")
     bench = _bench(place, seconds)
     flops = {}
     for dtype in bench.dtypes:
@@ -305,7 +311,7 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
 
 
 def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
-    bench = _bench(_device(device), seconds=0.1)
+    bench = _bench(torch.device(device), seconds=0.1)
     return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 
 
@@ -313,25 +319,34 @@ def _bench(device: torch.device, seconds: float) -> DeviceBenchmark:
     return CudaBenchmark(device, seconds) if device.type == "cuda" else DeviceBenchmark(device, seconds)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def present_device(device: str | torch.device | None, where: str) -> torch.device:
+    """Returns the device to measure: by default the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigError: It is another one than a CUDA device that is present, or the CPU; it begins with ``where``.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    place = accelerator if device is None else torch.device(device)
-    if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"profile: expected a CUDA device or the CPU, got {place} · fix: use 'cuda' or 'cpu'")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("profile: expected a CUDA device, found none · fix: run this on a CUDA machine, or use 'cpu'")
-    return place
+    try:
+        place = accelerator if device is None else torch.device(device)
+    except RuntimeError:  # a word that torch does not know
+        place = torch.device("meta")
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
+        what = f"expected cuda, cuda:1, ... where there is one, or cpu, got {device}"
+        raise ConfigError(f"{where}: {what} · fix: leave it out")
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
+    # Random, as some file systems and disks compress.
     data = os.urandom(_MIB) * (num_bytes // _MIB)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin = perf_counter()
         file.write(data)
         os.fsync(file.fileno())
         written = perf_counter() - begin
+        # Otherwise the page cache would be read, at the rate of memory.
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache is read
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         begin = perf_counter()
         while file.read(8 * _MIB):

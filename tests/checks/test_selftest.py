@@ -17,6 +17,7 @@ from graphckpt import cli
 from graphckpt.blocks import is_recomputing
 from graphckpt.checks import selftest, subjects
 from graphckpt.graph import Graph, capture
+from graphckpt.simulation.write_profile import present_device
 from graphckpt.stores.disk import DiskStore
 from graphckpt.stores.host import CopyEngine
 from graphckpt.stores.slab import SlabStore
@@ -34,11 +35,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_cuda_build_without_a_device_checks_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
-    assert selftest.device_of(None) == torch.device("cpu")
+    assert present_device(None, "--device") == torch.device("cpu")
 
 
 def rows_of(device: str) -> list[selftest.CheckResult]:
-    return list(selftest.run(selftest.device_of(device), Graph))
+    return list(selftest.run(present_device(device, "--device"), Graph))
 
 
 def faults_of(rows: list[selftest.CheckResult]) -> list[tuple[str, str, str]]:
@@ -47,7 +48,7 @@ def faults_of(rows: list[selftest.CheckResult]) -> list[tuple[str, str, str]]:
 
 def test_tensors_of_others_on_the_device_are_not_a_fault(device: str) -> None:
     others = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
-    outcome, text = selftest._predicted(selftest.device_of(device), "allocated")
+    outcome, text = selftest._predicted(present_device(device, "--device"), "allocated")
     assert outcome in (selftest.EQUAL, selftest.CLOSE), text
     del others
 

@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import graphckpt
 from graphckpt import ConfigError, Plan
 from graphckpt.simulation.allocations import AllocationTrace
-from graphckpt.simulation.cluster_profile import ClusterProfile, Link, cluster_names, default_cluster, load_cluster
+from graphckpt.simulation.cluster_profile import ClusterProfile, Link, default_cluster, load_cluster
 from graphckpt.simulation.fake_cluster import FakeCluster
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import load_profile, profile_names
+from graphckpt.simulation.profile_files import packaged_names
 from graphckpt.simulation.timeline import Timeline, bubble_seconds
 
 D, NUM_LAYERS = 1024, 4
@@ -80,7 +81,7 @@ class TestSeconds:
 
 
 class TestProfiles:
-    @pytest.mark.parametrize("name", cluster_names())
+    @pytest.mark.parametrize("name", packaged_names("cluster"))
     def test_each_packaged_profile_is_valid(self, name: str) -> None:
         profile = load_cluster(name)
         assert profile.name == name
@@ -503,7 +504,7 @@ def test_every_collective_has_its_bytes() -> None:
 def test_an_unknown_collective_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from graphckpt.simulation import timeline  # noqa: PLC0415
 
-    monkeypatch.delitem(timeline._KINDS, "allreduce_")
+    monkeypatch.delitem(timeline._KINDS, "allreduce")
     rank = Timed()
     with rank.cluster:
         with rank.device:

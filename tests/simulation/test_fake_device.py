@@ -29,7 +29,8 @@ from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.simulation.fake_device import FakeDevice
-from graphckpt.simulation.profile import flops_of, load_profile
+from graphckpt.simulation.op_costs import flops_of
+from graphckpt.simulation.profile import load_profile
 
 aten = torch.ops.aten
 

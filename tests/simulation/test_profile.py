@@ -18,7 +18,8 @@ from torch.utils.flop_counter import flop_registry
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.simulation.fake_device import FakeDevice
-from graphckpt.simulation.profile import DeviceProfile, flops_of, load_profile, moved_bytes, profile_names
+from graphckpt.simulation.op_costs import flops_of, moved_bytes
+from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.simulation.write_profile import CudaBenchmark, DeviceBenchmark, copy_rates, profile, write_profile
 
 aten = torch.ops.aten
@@ -315,7 +316,7 @@ class TestProfileDevice:
 
     @pytest.mark.parametrize(
         ("device", "message"),
-        [("cuda", "expected a CUDA device, found none"), ("meta", "expected a CUDA device or the CPU, got meta")],
+        [(each, f"profile: device: expected cuda, .* or cpu, got {each} · fix") for each in ("cuda", "meta", "tpu")],
     )
     def test_a_device_that_cannot_be_measured_is_told(self, device: str, message: str) -> None:
         if device == "cuda" and torch.cuda.is_available():

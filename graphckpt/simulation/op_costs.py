@@ -1,0 +1,173 @@
+"""What an op costs on a device: its arithmetic, the bytes that it reads and writes, and its temporary bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from graphckpt.simulation.allocator import round_up
+
+_aten = torch.ops.aten
+
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention: False,
+    _aten._scaled_dot_product_flash_attention_for_cpu: False,
+    _aten._scaled_dot_product_efficient_attention: False,
+    _aten._scaled_dot_product_cudnn_attention: False,
+    _aten._scaled_dot_product_flash_attention_backward: True,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: True,
+    _aten._scaled_dot_product_efficient_attention_backward: True,
+    _aten._scaled_dot_product_cudnn_attention_backward: True,
+}
+"""Attention ops, and whether each is a backward, whose gradient argument precedes query, key and value."""
+
+_CONVOLUTION = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
+_MAKES_NOTHING = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh,
+    _aten._local_scalar_dense, _aten.resize_, _aten.set_,
+}  # fmt: skip
+_PRODUCTS = {_aten.mm, _aten.bmm}
+# They read only the rows that they return, of a table that may be as large as the model.
+_PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
+
+
+def kind_of(func: Any) -> str:
+    """Returns the name of the efficiency of an op that computes."""
+    packet = func.overloadpacket
+    return "attention" if packet in _ATTENTION else "convolution" if packet in _CONVOLUTION else "matmul"
+
+
+def rate_name(func: Any, args: tuple[Any, ...]) -> str:
+    """Returns the key of an op's peak rate: its dtype, or ``"tf32"`` where the user allows it."""
+    dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), torch.float32)
+    if dtype is torch.float32:
+        backends: Any = torch.backends
+        backend = backends.cudnn.conv if func.overloadpacket in _CONVOLUTION else backends.cuda.matmul
+        return "tf32" if backend.fp32_precision == "tf32" else "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Returns the floating point operations of a matrix product, convolution or attention; 0 for all other ops."""
+    packet: Any = getattr(func, "overloadpacket", None)
+    is_backward = _ATTENTION.get(packet)
+    if is_backward is not None:
+        return _attention_flops(func, args, kwargs, is_backward)
+    if packet is _aten._grouped_mm:
+        one, other, *_ = args
+        products = one.shape[0] if one.dim() == other.dim() == 3 else 1  # rows of all groups are counted together
+        return float(2 * products * prod(one.shape[-2:]) * other.shape[-1])
+    # Of the two ops that are called most: the formula of PyTorch, in a twentieth of its time.
+    if packet in _PRODUCTS:
+        return float(2 * result.numel() * args[0].shape[-1])
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+
+
+def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
+    """Returns the bytes that an op reads and writes; ``None`` if it runs no kernel, as a view does."""
+    if _runs_no_kernel(func):
+        return None
+    arguments, results = _tensors(args), _tensors((result,))
+    if not func._schema.is_mutable and _is_view(arguments, result):
+        return None
+    written = sum(map(_bytes, results))
+    if func.overloadpacket in _PICKS:
+        return 2 * written
+    if kwargs:
+        arguments += _tensors(kwargs.values())
+    # In-place ops such as `_foreach_add_` return nothing, and write their first argument.
+    if not func._schema.returns:
+        written = sum(map(_bytes, _tensors(args[:1])))
+    return sum(map(_bytes, arguments)) + written or None
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_backward: bool) -> float:
+    """Two matrix products over all pairs of positions, five in backward; a causal kernel skips half of the pairs."""
+    query, key, value = args[is_backward : is_backward + 3]
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    q_width, v_width = query.shape[-1], value.shape[-1]
+    flops = 2.0 * pairs * ((3 * q_width + 2 * v_width) if is_backward else (q_width + v_width))
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal" and (args[position] if position < len(args) else kwargs.get("is_causal")):
+            return float(flops / 2)
+    return float(flops)
+
+
+# A stream waits, or a block of memory is marked as in use; the collective itself is counted. All but the first since
+# torch 2.15.
+_ORDERS_STREAMS = (
+    "_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors", "fsdp::record_grad_output_stream",
+)  # fmt: skip
+
+
+@cache
+def _runs_no_kernel(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
+        return True
+    if func.name() in _ORDERS_STREAMS:
+        return True
+    return not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)
+
+
+def _is_view(arguments: Sequence[torch.Tensor], result: Any) -> bool:
+    """Whether an op has returned a view, which its schema may not say, as that of ``_unsafe_view``."""
+    return (
+        isinstance(result, torch.Tensor)
+        and bool(arguments)
+        and result.layout is torch.strided is arguments[0].layout
+        and result.untyped_storage() is arguments[0].untyped_storage()
+    )
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            tensors += _tensors(value)
+    return tensors
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes and tensor.layout is torch.strided and 0 in (strides := tensor.stride()):
+        # Each element of an expanded tensor is read once.
+        return prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride) * tensor.element_size()
+    return num_bytes
+
+
+def _flash_backward(args: tuple[Any, ...]) -> int:
+    """`mha_bwd` of PyTorch's flash_api.cpp: gradient of the query and row sums in float32; of grouped heads, all."""
+    _, query, key, *_ = args
+    batch, heads, length, width = query.shape
+    width_rounded = round_up(width, 32) if width <= 192 else 256
+    accumulated = 4 * batch * heads * round_up(length, 128) * (width_rounded + 1)
+    expanded = 2 * batch * heads * key.shape[2] * width * query.element_size() if key.shape[1] != heads else 0
+    return int(accumulated + expanded)
+
+
+_CUDA_TEMPORARIES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    # `_efficient_attention_backward` of PyTorch's attention_backward.cu: row sums in float32.
+    _aten._scaled_dot_product_efficient_attention_backward: lambda args: 4 * prod(args[1].shape[:-1]),
+    # cuDNN documents nothing; assumed to be as in flash attention: gradient of the query and row sums in float32.
+    _aten._scaled_dot_product_cudnn_attention_backward: (
+        lambda args: 4 * prod(args[1].shape[:-1]) * (args[1].shape[-1] + 1)
+    ),
+    # `embedding_dense_backward_cuda`: above 3072 indices it sorts them, through buffers of twice the size.
+    _aten.embedding_dense_backward: lambda args: 4 * 8 * args[1].numel() if args[1].numel() > 3072 else 0,
+}
+
+
+def cuda_temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Returns the bytes that a kernel of CUDA allocates and frees within an op, unseen by modes; 0 if unknown."""
+    count = _CUDA_TEMPORARIES.get(getattr(func, "overloadpacket", func))
+    return 0 if count is None else count(args)
