@@ -8,12 +8,9 @@ import random
 import sys
 import threading
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from contextvars import Context, copy_context
+from collections.abc import Iterable
 from math import nan
-from operator import call, is_
-from types import SimpleNamespace
+from operator import call
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -29,7 +26,6 @@ from graphckpt._compat import (
     set_active_modes,
 )
 from graphckpt._compat_compiler import DispatchMode, never_compiled
-from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
@@ -187,150 +183,6 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 def _numpy_random() -> Any:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random  # NumPy imports it on first use, which may be in the block
-
-
-_CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
-_MAX_ITEMS = 1024  # a container of more than this is data, whose copy costs more than a block that reads it
-
-
-class _Reference(NamedTuple):
-    """A tensor or an object that a context variable held."""
-
-    get: Callable[[], Any]
-    """Returns it; a weak reference, if it may be freed before the recomputation."""
-    kind: tuple[Any, ...] | None = None
-    """The properties of a tensor at the time."""
-    fields: dict[str, Any] | None = None
-    """The attributes of an object that are all set; see :func:`_is_settled`."""
-
-
-class KeptContext(NamedTuple):
-    """The context variables of a call, and whether some hold what is not simply held."""
-
-    context: Context
-    is_changed: bool
-
-
-def keep_context() -> KeptContext:
-    """Returns the context variables of the caller, for :func:`context_again`.
-
-    Containers are copied: Transformers collects the outputs of layers in a dictionary of lists in a context variable.
-    A recomputation must not add to it a second time, and a block must not hold its output until its backward, for
-    it would never be freed without a backward. Nor are outputs of other blocks held longer for that. Other objects that
-    may come to hold an output are held weakly, as they cannot be copied.
-    """
-    context = copy_context()
-    if ATOMS.issuperset(map(type, context.values())):  # nearly always
-        return KeptContext(context, False)
-    return KeptContext(*_exchanged(context, _value_of))
-
-
-def _value_of(value: Any, twins: dict[int, Any]) -> Any:
-    # The values of a tensor are enough: its graph would hold the calls before, of which each holds the one before.
-    has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
-    return value.detach().requires_grad_() if has_history else _twin(value, twins, _reference_to)
-
-
-def _reference_to(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        if item.grad_fn is None or item.layout is not torch.strided:
-            return item
-        kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
-        return _Reference(weakref.ref(item), kind)
-    fields = _fields_of(item)
-    if not fields:
-        return item
-    if all(map(_is_settled, fields.values())):
-        return _Reference(lambda: item, fields=fields.copy())
-    return _Reference(weakref.ref(item) if type(item).__weakrefoffset__ else lambda: item)
-
-
-def context_again(
-    original: KeptContext, stand_in: Callable[[Any], Any]
-) -> tuple[Context, list[Any], list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Returns a copy of the context of a call, the objects in it that a call may change, and attributes as they were.
-
-    It has a ``stand_in`` for what is freed by now: of a tensor's kind, or of ``None`` for an object.
-    """
-    objects: list[Any] = []
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if not original.is_changed:
-        return original.context.copy(), objects, attributes
-
-    def alive(item: Any) -> Any:
-        if not isinstance(item, _Reference):
-            return item
-        value = item.get()
-        if value is None:
-            return stand_in(item.kind)
-        if item.fields is not None:
-            attributes.append((_fields_of(value), item.fields))
-        elif item.kind is None:
-            objects.append(value)
-        return value
-
-    context, _ = _exchanged(original.context.copy(), lambda value, twins: _twin(value, twins, alive))
-    return context, objects, attributes
-
-
-def _is_settled(value: Any) -> bool:
-    """Whether an attribute does not look as if it were to be filled: it is set, not empty, and no result of a graph."""
-    if isinstance(value, torch.Tensor):
-        return value.grad_fn is None
-    if type(value) in _CONTAINERS or type(value) is tuple:
-        return bool(value) and all(map(_is_settled, value.values() if isinstance(value, dict) else value))
-    return type(value) in ATOMS and value is not None
-
-
-def _fields_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, and nothing for what has none that can be set."""
-    if type(value) in ATOMS:
-        return {}
-    try:
-        fields = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-def _exchanged(context: Context, function: Callable[[Any, dict[int, Any]], Any]) -> tuple[Context, bool]:
-    """Gives the variables of ``context`` the values that ``function`` returns, and says whether some are others."""
-    twins: dict[int, Any] = {}
-    others = []
-    for variable, value in context.items():
-        if type(value) not in ATOMS and (new := function(value, twins)) is not value:
-            others.append((variable, new))
-    if others:
-        context.run(_set_all, others)
-    return context, bool(others)
-
-
-def _set_all(values: Iterable[tuple[Any, Any]]) -> None:
-    for variable, value in values:
-        variable.set(value)
-
-
-def _twin(value: Any, twins: dict[int, Any], function: Callable[[Any], Any]) -> Any:
-    """Copies a container, or a namespace, with those in it, and applies ``function`` to other items."""
-    if type(value) is tuple:
-        if len(value) > _MAX_ITEMS:
-            return value
-        items = [_twin(item, twins, function) for item in value]
-        return value if all(map(is_, items, value)) else tuple(items)
-    if type(value) is SimpleNamespace and id(value) not in twins:
-        twins[id(value)] = SimpleNamespace()
-        fields = _fields_of(value).items()
-        twins[id(value)].__dict__.update({key: _twin(item, twins, function) for key, item in fields})
-    elif type(value) is not SimpleNamespace and type(value) not in _CONTAINERS:
-        return function(value)
-    elif id(value) not in twins:
-        if len(value) > _MAX_ITEMS:
-            return value
-        twin = twins[id(value)] = value.copy()
-        keys = list(twin) if isinstance(twin, dict) else () if isinstance(twin, set) else range(len(twin))
-        for key in keys:
-            twin[key] = _twin(twin[key], twins, function)
-    return twins[id(value)]
 
 
 Ambient: TypeAlias = tuple[object, ...]

@@ -66,8 +66,8 @@ from graphckpt.undo import Undo
 #                                                                         that FSDP exchanges
 #   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
 #   object in an attribute                                                one if it is gone, or replaced by another
-#   what these reach                   copies the contents, one level     the same objects, with these contents
-#                                      deep each
+#   what these reach, and what         copies the contents, one level     the same objects, with these contents
+#   context variables hold             deep each
 #   small buffers and tensors in       clones them                        the same tensors, with the memory of clones;
 #   attributes, statistics of norms                                       where several share memory, their values are
 #                                                                         exchanged in place, so that all show it
@@ -286,8 +286,8 @@ class ModuleState:
 
     # ---- before a call
 
-    def take(self) -> CallState:
-        """Copies the present state."""
+    def take(self, others: Sequence[Any] = ()) -> CallState:
+        """Copies the present state, and that of ``others``, which are objects that no module holds."""
         fields = [*map(dict.copy, _fields_of(self._modules))]
         modes = tuple([each.get("training") for each in fields])
         named: list[tuple[int, dict[str, Any]]] = []
@@ -313,7 +313,8 @@ class ModuleState:
         if [*map(len, fields)] != self._sizes:
             self._look(fields)
         attributes = self._take_attributes(fields, tensors) if self._users else _NO_ATTRIBUTES
-        objects = self._reach(attributes.reached) if attributes.reached else _NO_OBJECTS
+        reached = [*attributes.reached, *others]
+        objects = self._reach(reached) if reached else _NO_OBJECTS
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
         layout = (len(tensors), *chain.from_iterable(own for _, own in named_buffers))

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import Context
 from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
@@ -52,7 +53,7 @@ from graphckpt.engine.execution import (
     running,
     surroundings,
 )
-from graphckpt.engine.objects import FreedObject, copy_objects, restorations, swap
+from graphckpt.engine.objects import context_of_call
 from graphckpt.engine.sampling import forced_check
 from graphckpt.engine.saved import (
     Arguments,
@@ -68,16 +69,13 @@ from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
 from graphckpt.thread_state import (
     Ambient,
     DrawFinder,
-    KeptContext,
     RNGState,
     SharedState,
-    context_again,
     enter_ambient,
     enter_call,
     enter_modes,
     get_rng_state,
     is_autocast,
-    keep_context,
     set_rng_state,
     shared_state,
     take_ambient,
@@ -90,7 +88,6 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _weak = weakref.ref
-_MAX_IN_CONTEXT = 256  # a context variable may hold a whole program; a walk of this much takes 100 us
 _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
@@ -129,20 +126,19 @@ _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 # Note [Order of a recomputation]
 #
 #   step of `_recompute_once`                  why it comes there
-# 1 read RNG, autocast and grad mode           After step 5 they are those of the call, and backward would go on with
+# 1 read RNG, autocast and grad mode           After step 4 they are those of the call, and backward would go on with
 #   of backward                                them: its next dropout would draw other numbers.
 # 2 take the arguments                         This may raise, wait for a store, or recompute the block around this one:
 #                                              all of them must find the modules as they are.
 # 3 put the modules in their state of the      Parameters are hidden after the modules' state is in place, which puts
 #   call, hide parameters, assemble the        every parameter into its slot. An object that a module and an argument
 #   arguments                                  hold is filled twice: forward sees the stand-ins of the second time.
-# 4 copy what context variables hold
-# 5 set RNG and autocast of the call           From here on the engine itself neither draws nor casts.
-# 6 enter modes of the call                    A mode of the user's would take ops of steps 2 to 4 for the block's.
-# 7 run forward
-# 8 undo 6 to 3, the last first                Modes must be left before they see the restorations, and of an object
+# 4 set RNG and autocast of the call           From here on the engine itself neither draws nor casts.
+# 5 enter modes of the call                    A mode of the user's would take ops of steps 2 and 3 for the block's.
+# 6 run forward                                In the context variables of the call.
+# 7 undo 5 to 3, the last first                Modes must be left before they see the restorations, and of an object
 #                                              that was filled twice the contents before step 3 must win.
-# 9 set RNG and grad mode of backward          See 1.
+# 8 set RNG and grad mode of backward          See 1.
 
 
 class Contexts:
@@ -200,7 +196,7 @@ class Frame(Execution, Call):
     _random: RNGState
     _ambient: Ambient
     _modes: tuple[tuple[Any, ...], tuple[Any, ...]]
-    _context: KeptContext
+    _context: Context
     devices: tuple[torch.device, ...]
     """Devices beside the CPU whose RNG state the call may use."""
 
@@ -267,7 +263,9 @@ class Frame(Execution, Call):
         arguments = self._arguments = Arguments(args, kwargs, self._function)
         self.devices = () if current_accelerator() is None else state.devices(arguments.leaves)
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
-            call_state = self._call_state = state.take()
+            # Before `running` is this frame: a context with the frame in it would make the frame hold itself.
+            self._context, in_context = context_of_call()
+            call_state = self._call_state = state.take(in_context)
             learning = self._learning = block.learns and call_state.is_first
             # Nearly no call is due, and counts itself here: `begin_check` would cost each a call.
             check, sampler = (forced_check.get() or self).determinism_check, block.sampler
@@ -280,8 +278,6 @@ class Frame(Execution, Call):
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
             self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
-            # Before `running` is this frame: a context with the frame in it would make the frame hold itself.
-            self._context = keep_context()
             self._early_stop &= not learning  # a first call's runs to its end, to detect extra saved tensors
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, previous, learning=learning)
@@ -614,17 +610,13 @@ class Frame(Execution, Call):
                     state.hide(call_state, unread, self._stand_in, undo)
                 args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
                 # 4
-                context, objects, attributes = context_again(self._context, self._stand_in_of_context)
-                if objects or attributes:
-                    swap(attributes, undo)
-                    undo += restorations(copy_objects(objects, limit=_MAX_IN_CONTEXT))
-                # 5
                 set_rng_state(self._random)
                 if ambient_now != self._ambient or is_autocast(ambient_now):
                     enter_ambient(undo, self._ambient, ambient_now)
                 if self._modes != _NO_MODES:
-                    enter_modes(undo, self._modes)  # 6
-                output = context.run(self._run_again, run, on_pack, args, kwargs)  # 7
+                    enter_modes(undo, self._modes)  # 5
+                # A copy, as `run` changes the variables, and another recomputation needs the same.
+                output = self._context.copy().run(self._run_again, run, on_pack, args, kwargs)  # 6
                 run.compare_draws()
                 if returns_output:
                     self.outputs = [tensor.detach() for tensor in tensors_in(output)]
@@ -639,7 +631,7 @@ class Frame(Execution, Call):
                 if not run.has_stopped and run.mismatch is None and type(error) is not self._failure:
                     raise
             finally:
-                put_back(undo)  # 8 and, with the first two entries, 9
+                put_back(undo)  # 7 and, with the first two entries, 8
         run.raise_mismatch()
         return run
 
@@ -693,7 +685,3 @@ class Frame(Execution, Call):
         if not has_storage(tensor):  # a stand-in has strides, which sparse and nested tensors have not
             raise MutatedError(message)
         return WithoutValues.like(tensor, MutatedError, message)
-
-    def _stand_in_of_context(self, kind: Any) -> object:
-        message = mismatch.freed_in_context(self.block.title)
-        return FreedObject(message) if kind is None else WithoutValues.like(kind, MutatedError, message)

@@ -228,14 +228,6 @@ def assigns_data(block: str) -> str:
     )
 
 
-def freed_in_context(block: str) -> str:
-    return (
-        f"{block}: the recomputation reads an object, or a tensor in a container, that a context variable held, and "
-        "that was freed between forward and backward · fix: pass it to the block as an argument, or keep it until "
-        "backward()"
-    )
-
-
 def runs_backward(block: str) -> str:
     return (
         f"{block}: its forward runs a backward, which the recomputation would repeat · fix: set the policy on the "

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
 from functools import cache, lru_cache, partial
 from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -17,7 +18,6 @@ from weakref import ProxyTypes, ref
 import torch
 from torch import nn
 
-from graphckpt.errors import MutatedError
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo
 
@@ -68,23 +68,6 @@ class Slots:
             else:
                 with suppress(AttributeError):
                     slot.__delete__(self._object)
-
-
-def _raise_freed(freed: FreedObject, *_: Any) -> Any:
-    raise MutatedError(object.__getattribute__(freed, "message"))
-
-
-@final
-class FreedObject:
-    """Stands for an object that the call has found and that is freed by now: to read it is an error."""
-
-    def __init__(self, message: str) -> None:
-        object.__setattr__(self, "message", message)
-
-    # Python looks special methods up on the type, and not by `__getattribute__`.
-    __getattribute__ = __setattr__ = __delattr__ = _raise_freed
-    __call__ = __bool__ = __len__ = __iter__ = __next__ = __contains__ = __eq__ = __hash__ = _raise_freed
-    __getitem__ = __setitem__ = __delitem__ = __enter__ = __exit__ = __float__ = __int__ = __index__ = _raise_freed
 
 
 class _Layout(NamedTuple):
@@ -255,14 +238,9 @@ def swap(objects: Objects, undo: Undo) -> None:
             changed.append((owner, then))
         else:  # the recomputation may change it yet
             present.append((owner, then))
-    undo += restorations(present)  # before the first change, as Ctrl-C may come between two
+    undo += [(restore, each) for each in present]  # before the first change, as Ctrl-C may come between two
     for owner, then in changed:
         fill(owner, then)
-
-
-def restorations(objects: Objects) -> Undo:
-    """Returns what gives each object its contents in ``objects``."""
-    return [(restore, each) for each in objects]
 
 
 def restore(owner: Any, then: Any) -> None:
@@ -413,6 +391,34 @@ def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:
         owner.pop(key, None)
     else:
         owner[key] = value
+
+
+# Containers and objects in context variables
+
+
+def context_of_call() -> tuple[Context, list[Any]]:
+    """Returns the context variables of the caller, with containers copied, and those values that may change.
+
+    Transformers collects the outputs of layers in a dictionary of lists in a context variable. A recomputation must not
+    add to these a second time, and a call that held them would never be freed without a backward.
+    """
+    context = copy_context()
+    if ATOMS.issuperset(map(type, context.values())):  # nearly always
+        return context, []
+    copies: dict[int, Any] = {}
+    for variable, value in [*context.items()]:
+        context.run(variable.set, _copy_containers(value, copies))
+    return context, [*filter(_is_mutable, context.values())]
+
+
+def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
+    """Copies a container with those in it, each once, and returns what else there is as it is, without a graph."""
+    if not isinstance(value, CONTAINERS) or len(value) > _MAX_PLAIN_VALUES:
+        return without_history(value)
+    if id(value) not in copies:
+        copies[id(value)] = copy = empty_like(value)
+        fill(copy, _mapped(partial(_copy_containers, copies=copies), value, contents(value)))
+    return copies[id(value)]
 
 
 # Containers and objects in the attributes of modules
