@@ -83,6 +83,8 @@ from graphckpt.undo import Undo
 
 Fields: TypeAlias = dict[str, Any]
 """``module.__dict__``."""
+Place: TypeAlias = tuple[int, str, str]
+"""Number of the module, ``"_buffers"`` or ``""`` for an attribute, name."""
 Modes: TypeAlias = tuple[bool | None, ...]
 """Whether each module of a block is in training mode; ``None`` for one that asks the module that it wraps."""
 
@@ -113,10 +115,10 @@ class CallState:
     modes: Modes
     is_first: bool
     """Whether it is a first call, which clones all tensors."""
-    layout: tuple[Any, ...]
-    """How many tensors there are, and the names of the buffers."""
     tensors: tuple[Any, ...]
     """Parameters, then buffers, then tensors in attributes: all indices count so."""
+    places: list[Place]
+    """Where those behind the parameters are, in this order."""
     versions: tuple[int, ...]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
@@ -124,8 +126,6 @@ class CallState:
     """The indices of those that share memory with others."""
     parameters: list[tuple[int, dict[str, Any]]]
     """Of the modules that have some: number of the module, parameters by name."""
-    buffers: list[tuple[int, dict[str, Any]]]
-    """Likewise."""
     dicts: Objects
     """The dicts of buffers, children and hooks that are not empty, and their contents."""
     trainable: tuple[bool, ...]
@@ -134,26 +134,11 @@ class CallState:
     """Of containers and objects in attributes: number of the module, name of the attribute."""
     objects: Objects
     """The contents of what these reach, and the versions of the tensors in them."""
-    with_history: dict[int, tuple[int, str]]
-    """Which of ``tensors`` are attributes that have a history: number of the module, name."""
+    with_history: frozenset[int]
+    """The indices of the attributes that have a history."""
     scripted: list[ScriptedValue]
-    modules: list[weakref.ref[nn.Module]]
     changed_tensors: list[torch.Tensor]
     """Tensors that the call has modified in place and only a container or an object holds: no copy of them exists."""
-
-    def changed_modules(self) -> set[int]:
-        """Returns the ids of the modules of which attributes, or what these reach, differ from what they were."""
-        live = _fields_of(self.modules)
-        changed = {
-            at
-            for at, (now, then) in enumerate(zip(live, self.fields, strict=True))
-            if now.keys() != then.keys()
-            or any(now[key] is not then[key] for key in now if key not in _OWN_NAMES and type(then[key]) is not _Copied)
-        }
-        changed.update(at for at, key, copied in self.object_copies if copied.differs_from(live[at].get(key)))
-        if any(starmap(differs, self.objects)):  # which module reaches it is not noted
-            changed.update(range(len(live)))
-        return {id(self.modules[at]()) for at in changed}
 
 
 class _Copied:
@@ -164,12 +149,13 @@ class _Copied:
 class _Attributes:
     """What attributes of modules hold before a call."""
 
-    __slots__ = ("_copy_of", "_last", "objects", "reached", "tensors", "versions", "with_history")
+    __slots__ = ("_copy_of", "_last", "objects", "places", "reached", "tensors", "versions", "with_history")
 
-    def __init__(self, tensors: list[Any], last: dict[int, ObjectCopy]) -> None:
+    def __init__(self, tensors: list[Any], places: list[Place], last: dict[int, ObjectCopy]) -> None:
         self.tensors = tensors
+        self.places = places
         self._last = last
-        self.with_history: dict[int, tuple[int, str]] = {}
+        self.with_history: set[int] = set()
         self.objects: list[tuple[int, str, ObjectCopy]] = []
         self.versions: Objects = []
         """Of the tensors that these objects hold."""
@@ -182,9 +168,10 @@ class _Attributes:
         if isinstance(value, nn.Parameter) or is_lazy(value):
             return value
         if value.grad_fn is not None:
-            self.with_history[len(self.tensors)] = module, name
+            self.with_history.add(len(self.tensors))
             value = without_history(value)
         self.tensors.append(value)
+        self.places.append((module, "", name))
         return value
 
     def object(self, module: int, name: str, value: Any) -> Any:
@@ -217,7 +204,7 @@ class _Attributes:
 
 
 _COPIED: Final = _Copied()
-_NO_ATTRIBUTES: Final = _Attributes([], {})
+_NO_ATTRIBUTES: Final = _Attributes([], [], {})
 _NO_OBJECTS: Final[Objects] = []
 
 
@@ -226,8 +213,8 @@ class ModuleState:
     """Takes the state of the modules of a block before its calls, and puts it in place."""
 
     __slots__ = (
-        "_children", "_containers", "_copied", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_plain",
-        "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
+        "_children", "_containers", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_plain", "_scripted",
+        "_scripted_parameters", "_seen", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -244,14 +231,14 @@ class ModuleState:
         self._containers = [at for at, each in enumerate(children) if each]
         # Ids: to hold the children would make cycles.
         self._children = children, [id(child) for each in children for child in each.values()]
-        self._shared: frozenset[int] = frozenset()  # the tensors that share memory with others
+        # The ids of the tensors of the last call that has copied some, and those of them that share memory.
+        self._shared: tuple[list[int], frozenset[int]] = [], frozenset()
         self._sizes: list[int] = []  # how many attributes each module had when `_look` was called, PyTorch's own too
         self._users: list[tuple[int, int]] = []
         """The modules whose attributes are looked into, and how many of PyTorch's own they begin with."""
-        self._copied: dict[Modes, tuple[tuple[Any, ...], Sequence[int]]] = {}
-        """Which tensors later calls clone, where a first call has shown it, for the ``layout`` of these tensors."""
-        self._moved: dict[Modes, set[tuple[int, str, str]]] = {}
-        """Tensors that calls modify in place: number of the module, ``"_buffers"`` or ``""``, name."""
+        self._seen: set[Modes] = set()  # those in which a first call has shown what it modifies
+        self._moved: dict[Modes, set[Place]] = {}
+        """Tensors that calls modify in place."""
         self._large: dict[int, Any] = {}  # what attributes reached in the last call that reaches more than that
         # The last copies of plain data, such as a config, which serve while they are the same.
         self._plain: dict[int, ObjectCopy] = {}
@@ -267,15 +254,6 @@ class ModuleState:
         is_same = [*map(id, chain.from_iterable(map(dict.values, children)))] == ids and not self._freed
         return self.is_lazy or not is_same
 
-    def ids(self) -> set[int]:
-        """Returns the ids of the modules."""
-        return {id(ref()) for ref in self._modules}
-
-    def buffers(self) -> dict[int, tuple[dict[str, Any], str]]:
-        """Returns where the buffers are, by their ids."""
-        owners = (fields["_buffers"] for fields in _fields_of(self._modules))
-        return {id(tensor): (owner, key) for owner in owners for key, tensor in owner.items() if tensor is not None}
-
     def tensors(self) -> list[torch.Tensor]:
         live = _fields_of(self._modules)
         own = (tensor for fields in live for name in ("_parameters", "_buffers") for tensor in fields[name].values())
@@ -286,14 +264,17 @@ class ModuleState:
 
     # ---- before a call
 
-    def take(self, others: Sequence[Any] = ()) -> CallState:
-        """Copies the present state, and that of ``others``, which are objects that no module holds."""
+    def take(self, others: Sequence[Any] = (), *, cloned: Collection[int] | None = None) -> CallState:
+        """Copies the present state, and that of ``others``, which are objects that no module holds.
+
+        It clones what earlier calls have modified; with ``cloned``, the tensors with these ids. Small ones in any case.
+        """
         fields = [*map(dict.copy, _fields_of(self._modules))]
         modes = tuple([each.get("training") for each in fields])
         named: list[tuple[int, dict[str, Any]]] = []
-        named_buffers: list[tuple[int, dict[str, Any]]] = []
         parameters: list[Any] = []
-        buffers: list[Any] = []
+        tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
+        places: list[Place] = []
         dicts: Objects = [(each := fields[at]["_modules"], each.copy()) for at in self._containers]
         for at, (own, has_any) in enumerate(
             zip(map(_parameters_of, fields), map(any, map(_dicts_of, fields)), strict=True)
@@ -302,57 +283,63 @@ class ModuleState:
                 named.append((at, own.copy()))
                 parameters += own.values()
             if has_any:
-                own_dicts = [(each, each.copy()) for name in _DICTS if (each := fields[at][name])]
-                dicts += own_dicts
-                if fields[at]["_buffers"]:  # the first of them
-                    named_buffers.append((at, own_dicts[0][1]))
-                    buffers += fields[at]["_buffers"].values()
+                dicts += [(each, each.copy()) for name in _DICTS if (each := fields[at][name])]
+                for key, buffer in fields[at]["_buffers"].items():
+                    tensors.append(buffer)
+                    places.append((at, "_buffers", key))
         parameters += self._scripted_parameters
-        tensors = [*parameters, *buffers]
-        num_parameters = len(parameters)
         if [*map(len, fields)] != self._sizes:
             self._look(fields)
-        attributes = self._take_attributes(fields, tensors) if self._users else _NO_ATTRIBUTES
+        num_buffers, first = len(tensors), len(parameters)
+        attributes = self._take_attributes(fields, tensors, places) if self._users else _NO_ATTRIBUTES
         reached = [*attributes.reached, *others]
         objects = self._reach(reached) if reached else _NO_OBJECTS
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
-        layout = (len(tensors), *chain.from_iterable(own for _, own in named_buffers))
-        learnt, copied = self._copied.get(modes, (None, ()))
-        if learnt is None:
-            copied = range(num_parameters, len(tensors))
-        elif learnt != layout:  # buffers or attributes have come or gone
-            copied = self._choose(fields, modes, named_buffers, num_parameters, tensors)
-            self._copied[modes] = layout, copied
-        # Another view may have come in the place of one, as an attribute, in a container, or as a buffer.
-        has_others = len(tensors) > num_parameters + len(buffers) or attributes.versions
-        if learnt != layout or has_others or any(map(_is_view, buffers)):
-            others = [each for each, _ in attributes.versions]
-            self._shared = _sharing([*tensors, *others], range(num_parameters, len(tensors)))
+        is_first = cloned is None and modes not in self._seen
+        moved = self._moved.get(modes, ())
+        copies = {}
+        for at, (tensor, place) in enumerate(zip(tensors, places, strict=True), first):
+            is_moved = place in moved if cloned is None else id(tensor) in cloned
+            if (is_first or is_moved or self._is_cheap(tensor, place, fields)) and is_clonable(tensor):
+                copies[at] = tensor.detach().clone()
+        tensors = [*parameters, *tensors]
+        if copies:
+            ids, others = [*map(id, tensors)], [each for each, _ in attributes.versions]
+            # Another view may have come in the place of one, as an attribute, in a container, or as a buffer.
+            has_attributes = len(places) > num_buffers or bool(others)
+            if has_attributes or ids != self._shared[0] or any(map(_is_view, tensors[first:])):
+                self._shared = ids, _sharing([*tensors, *others], range(first, len(tensors)))
         return CallState(
             fields=fields,
             modes=modes,
-            is_first=learnt is None,
-            layout=layout,
+            is_first=is_first,
             tensors=tuple(tensors),
+            places=places,
             versions=_read_versions(tensors),
-            copies={at: each.detach().clone() for at in copied if is_clonable(each := tensors[at])} if copied else {},
-            shared=self._shared,
+            copies=copies,
+            shared=self._shared[1],
             parameters=named,
-            buffers=named_buffers,
             dicts=dicts,
             trainable=_trainable(parameters),
             object_copies=attributes.objects,
             objects=objects,
-            with_history=attributes.with_history,
+            with_history=frozenset([first + each for each in attributes.with_history]),
             scripted=self._scripted.take() if self._scripted.attributes else [],
-            modules=self._modules,
             changed_tensors=[],
         )
 
-    def _take_attributes(self, fields: list[Fields], tensors: list[Any]) -> _Attributes:
+    def _is_cheap(self, tensor: torch.Tensor | None, place: Place, fields: list[Fields]) -> bool:
+        """Whether a tensor is cloned in every call: it is small, or a statistic of a norm that moves."""
+        if is_small(tensor):
+            return True
+        # The kernel of a norm writes its statistics without a new version, so that they always count as changed.
+        at, kind, _ = place
+        return kind == "_buffers" and fields[at]["training"] and isinstance(self._modules[at](), _NORMS)
+
+    def _take_attributes(self, fields: list[Fields], tensors: list[Any], places: list[Place]) -> _Attributes:
         """Takes the attributes that may change, and puts into ``fields`` what stands for them."""
-        attributes = _Attributes(tensors, self._plain)
+        attributes = _Attributes(tensors, places, self._plain)
         for at, num_own in self._users:
             own = fields[at]
             for key, value in islice(own.items(), num_own, None):
@@ -378,23 +365,6 @@ class ModuleState:
             is_users = not type(ref()).__module__.startswith("torch.")
             if is_users or not num_own or not _NUMBERS.issuperset(map(type, values)):
                 self._users.append((at, num_own))
-
-    def _choose(
-        self,
-        fields: list[Fields],
-        modes: Modes,
-        buffers: list[tuple[int, dict[str, Any]]],
-        num_parameters: int,
-        tensors: Sequence[Any],
-    ) -> list[int]:
-        """Returns the tensors that later calls clone: small ones, statistics that move, and what was modified."""
-        places = self._moved.get(modes, ())
-        moved = {id(tensor) for place, tensor in _places(fields, buffers) if place in places}
-        # The kernel of a norm writes its statistics without a new version, so that they always count as changed.
-        for at, own in buffers:
-            if fields[at]["training"] and isinstance(self._modules[at](), _NORMS):
-                moved.update(map(id, own.values()))
-        return [at for at in range(num_parameters, len(tensors)) if id(tensors[at]) in moved or is_small(tensors[at])]
 
     def _reach(self, values: list[Any]) -> Objects:
         """Copies the contents of all that ``values`` reach, but of what is a part of the program."""
@@ -424,21 +394,20 @@ class ModuleState:
             state.objects, state.changed_tensors = without_tensors(state.objects, modified), modified
         if learning:
             self._sizes = []  # what was a number may be a list by now: look again
-            changed = {id(state.tensors[at]) for at in state.copies if has_changed(state, at)}
-            moved = {place for place, tensor in _places(state.fields, state.buffers) if id(tensor) in changed}
-            self._moved.setdefault(state.modes, set()).update(moved)
-            copied = set(self._chosen(state))
-            state.copies = {at: clone for at, clone in state.copies.items() if at in copied}
+            num = len(state.trainable)
+            moved = self._moved.setdefault(state.modes, set())
+            moved.update([state.places[at - num] for at in state.copies if has_changed(state, at)])
+            for at in [*state.copies]:
+                place = state.places[at - num]
+                if place not in moved and not self._is_cheap(state.tensors[at], place, state.fields):
+                    del state.copies[at]
 
     def remember(self, state: CallState) -> None:
-        """Has later calls in these modes clone what a first one has shown, whose state after the call is ``state``."""
-        self._copied[state.modes] = state.layout, self._chosen(state)
-
-    def _chosen(self, state: CallState) -> list[int]:
-        return self._choose(state.fields, state.modes, state.buffers, len(state.trainable), state.tensors)
+        """Has later calls in these modes clone what a first one has shown."""
+        self._seen.add(state.modes)
 
     def forget(self, state: CallState) -> None:
-        self._copied.pop(state.modes, None)
+        self._seen.discard(state.modes)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
         """Names a tensor that was modified in place since and has no copy, beside those with ids ``unread``."""
@@ -451,11 +420,12 @@ class ModuleState:
         return None
 
     def name(self, index: int, state: CallState) -> str:
-        for at, owner in (*state.parameters, *state.buffers, *enumerate(state.fields)):
-            for key, value in owner.items():
-                if value is state.tensors[index]:
-                    return f"`{key}` of its {type(self._modules[at]()).__name__}"
-        return self._scripted.name(state.tensors[index])
+        places = dict(enumerate([(at, "", key) for at, own in state.parameters for key in own]))
+        places |= enumerate(state.places, len(state.trainable))
+        if index not in places:
+            return self._scripted.name(state.tensors[index])
+        at, _, key = places[index]
+        return f"`{key}` of its {type(self._modules[at]()).__name__}"
 
     def held_tensors(self, state: CallState) -> Iterator[Any]:
         """Yields what was and is in the slots of the modules, and what objects in their attributes hold."""
@@ -478,6 +448,23 @@ class ModuleState:
         Containers and objects get a ``stand_in`` for each tensor that was modified in place since.
         """
         live = _fields_of(self._modules)
+        present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
+        num_present = len(present) + len(self._scripted_parameters)
+        if num_present != len(state.trainable) or not all(map(is_, present, state.tensors)):
+            undo += [(restore, (own := each["_parameters"], own.copy())) for each in live]
+            _put_parameters(state.parameters, live, state.tensors)  # `functional_call` had replaced them, for example
+        else:  # the recomputation may replace some, and end before it puts them back
+            undo.append((_put_parameters, (state.parameters, live, state.tensors)))
+        borrowed = self.put_attributes(state, stand_in, undo)
+        trainable = _trainable(state.tensors[: len(state.trainable)])
+        undo.append((_give_trainable, (state.tensors, trainable)))
+        if trainable != state.trainable:
+            _give_trainable(state.tensors, state.trainable)
+        return borrowed
+
+    def put_attributes(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> Borrowed:
+        """Puts all but parameters in place, likewise."""
+        live = _fields_of(self._modules)
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
         # The dicts of buffers, children and hooks stay, with other contents: handles of hooks refer to them.
         added = [each for each in chain.from_iterable(map(_dicts_of, live)) if each] if _have_dicts(live) else []
@@ -486,13 +473,6 @@ class ModuleState:
             swap([*state.dicts, *((each, {}) for each in added if id(each) not in ids)], undo)
         empty = [*filterfalse(None, chain.from_iterable(map(_dicts_of, fields)))]  # by now, as they were at the call
         undo.append((_empty, (empty, fields)))
-        present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
-        num_present = len(present) + len(self._scripted_parameters)
-        if num_present != len(state.trainable) or not all(map(is_, present, state.tensors)):
-            undo += [(restore, (own := each["_parameters"], own.copy())) for each in live]
-            _put_parameters(state.parameters, live, state.tensors)  # `functional_call` had replaced them, for example
-        else:  # the recomputation may replace some, and end before it puts them back
-            undo.append((_put_parameters, (state.parameters, live, state.tensors)))
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -507,12 +487,7 @@ class ModuleState:
         _give_fields(modules, fields)
         if state.scripted:
             self._scripted.put_in_place(state.scripted, undo)
-        borrowed = self._put_tensors(state, fields, undo) if state.copies else NOTHING_BORROWED
-        trainable = _trainable(state.tensors[: len(state.trainable)])
-        undo.append((_give_trainable, (state.tensors, trainable)))
-        if trainable != state.trainable:
-            _give_trainable(state.tensors, state.trainable)
-        return borrowed
+        return self._put_tensors(state, fields, undo) if state.copies else NOTHING_BORROWED
 
     def _put_tensors(self, state: CallState, fields: list[Fields], undo: Undo) -> Borrowed:
         lent: list[torch.Tensor] = []
@@ -520,7 +495,7 @@ class ModuleState:
         values: list[torch.Tensor] = []
         for at, clone in state.copies.items():
             if at in state.with_history:
-                module, key = state.with_history[at]
+                module, _, key = state.places[at - len(state.trainable)]
                 with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                     fields[module][key] = clone.detach().requires_grad_().clone()
             elif at in state.shared or not _has_own_memory(state.tensors[at]):
@@ -572,17 +547,6 @@ def _empty(dicts: list[dict[Any, Any]], fields: list[Fields]) -> None:
         for name in _DICTS[5:]:
             for number in numbers.intersection(own[name]):
                 del own[name][number]
-
-
-def _places(
-    fields: list[Fields], buffers: list[tuple[int, dict[str, Any]]]
-) -> Iterator[tuple[tuple[int, str, str], Any]]:
-    """Yields the buffers and the tensors in attributes with where they are."""
-    for at, own in buffers:
-        yield from (((at, "_buffers", key), tensor) for key, tensor in own.items())
-    for at, own in enumerate(fields):
-        # By type: a weak proxy of what is gone raises an error.
-        yield from (((at, "", key), value) for key, value in own.items() if issubclass(type(value), torch.Tensor))
 
 
 def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], tensors: Iterable[Any]) -> None:

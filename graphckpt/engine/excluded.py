@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -11,10 +11,8 @@ from torch import nn
 from graphckpt._compat import active_saved_tensor_hooks, pop_saved_tensor_hooks, push_saved_tensor_hooks
 from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.call_state import CallState, has_changed
-from graphckpt.engine.clones import is_small
+from graphckpt.engine.call_state import CallState, ModuleState, has_changed
 from graphckpt.engine.execution import (
-    CallMismatch,
     Execution,
     Frame,
     Recomputation,
@@ -41,51 +39,25 @@ from graphckpt.stores.base import KEEP_ON_DEVICE
 from graphckpt.thread_state import RNGState, set_rng_state
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
-AFTER_ANOTHER = "another excluded child is, whose buffers it must find as they were"
-"""Why a call is repeated that could be answered."""
+# Note [The log of excluded children]
+#
+# A call of an excluded child is logged with its output, and with the state of its modules after it: buffers,
+# attributes and what these hold, as `ModuleState.take` copies them. The recomputation puts both in place, so that
+# what comes behind finds all as in the original forward. That holds for a call that it has to repeat too, whatever the
+# calls before it were: each has left its own state.
 
 
-class ChangedBuffer(NamedTuple):
-    """A buffer that a call of an excluded child may have changed."""
-
-    owner: dict[str, Any]
-    """The buffers of its module."""
-    key: str
-    is_replaced: bool
-    """Whether it is another tensor than before."""
-
-    def put(self, value: torch.Tensor) -> None:
-        """Gives it the value after the call, for the rest of a recomputation, which works on copies of buffers."""
-        if self.is_replaced:
-            self.owner[self.key] = value.clone()
-        elif self.owner[self.key].shape != value.shape:  # observers of quantization resize theirs in their first call
-            self.owner[self.key].data = value.clone()
-        else:
-            self.owner[self.key].data.copy_(value)  # without a new version, as it need not have got one
-
-
-def _changed_buffers(block: BlockContext, before: CallState) -> list[ChangedBuffer]:
-    """Returns the buffers of an excluded child that differ, or may differ, from those in the state ``before``.
-
-    They are those that the block around it has copied: only where copies are in place may a recomputation write.
-    """
-    places = block.state.buffers()
-    if not places:
-        return []
-    present = set(map(id, before.tensors))
-    index_of = {id(before.tensors[index]): index for index in before.copies}
-    buffers = []
-    # In the order of the modules: a recomputation around saves the same tensors in the same order.
-    for number, place in places.items():
-        index = index_of.get(number)
-        # A first call has copied all of them, later ones those that change, and small ones in any case.
-        if number not in present:
-            buffers.append(ChangedBuffer(*place, is_replaced=True))
-        elif index is not None and (
-            not before.is_first or is_small(before.tensors[index]) or has_changed(before, index)
-        ):
-            buffers.append(ChangedBuffer(*place, is_replaced=False))
-    return buffers
+def _state_after(block: BlockContext, frames: Iterable[Frame]) -> tuple[ModuleState, CallState]:
+    """Returns the state of the modules of an excluded child after its call, within the calls ``frames``."""
+    state = block.renew_state() if block.state.is_stale() else block.state
+    # The large tensors of which a block around has a clone from before the child. A first call has cloned all of them.
+    cloned = {
+        id(before.tensors[index])
+        for before in (frame.state_before for frame in frames)
+        for index in before.copies
+        if not before.is_first or has_changed(before, index)
+    }
+    return state, state.take(cloned=cloned)
 
 
 @final
@@ -95,7 +67,7 @@ class ExcludedCall:
     It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
     """
 
-    __slots__ = ("_buffers", "_handles", "_leaves", "_spec", "_versions", "block", "random", "why_repeated")
+    __slots__ = ("_handles", "_leaves", "_spec", "_state", "_versions", "block", "random", "why_repeated")
 
     def __init__(
         self,
@@ -103,7 +75,7 @@ class ExcludedCall:
         output: Any,
         call: Call,
         random: RNGState,
-        buffers: Sequence[ChangedBuffer] = (),
+        state: tuple[ModuleState, CallState] | None,
         *,
         why_repeated: str | None = None,
     ) -> None:
@@ -116,8 +88,8 @@ class ExcludedCall:
         self.why_repeated = why_repeated
         """Why the recomputation repeats the call, as ``explain()`` shows it; ``None`` if it takes the output."""
         self._leaves: list[Any] = []
-        """The output, and after it the values of ``_buffers``, which the parent may read later in its forward."""
-        self._buffers = buffers
+        """Of the output."""
+        self._state = state  # after the call; `None` within a recomputation, where nothing asks for it
         self._handles: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         if why_repeated is not None:
@@ -132,43 +104,34 @@ class ExcludedCall:
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
         # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
-        leaves += [owner[key].detach().clone() for owner, key, _ in buffers]
         self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
-
-    @property
-    def has_buffers(self) -> bool:
-        return bool(self.block.state.buffers())
 
     @property
     def num_hooks(self) -> int:
         """How many hooks it has registered that :meth:`remove_hooks` has not removed yet."""
         return len(self._handles)
 
-    def after_forward(self, changed: Collection[int]) -> None:
-        """Notes what the parent has done since; ``changed`` are the ids of modules whose attributes have changed."""
+    def after_forward(self) -> None:
+        """Notes what the parent has done since."""
         if are_mutated(self._versions):
-            self.repeat("its parent modifies its output in place")
-        elif not self.block.state.ids().isdisjoint(changed):
-            self.repeat("it sets attributes of its modules, which its parent may read")
+            self.why_repeated = "its parent modifies its output in place"
+            self._leaves = []
         self._versions = []
 
     def remove_hooks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def repeat(self, why: str = AFTER_ANOTHER) -> None:
-        self.why_repeated = self.why_repeated or why
-        self._leaves = []
-
-    def answer(self) -> tuple[bool, Any]:
+    def answer(self, run: Recomputation) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
         leaves = None if self.why_repeated else take_all(self._leaves)
-        if leaves is None:
+        if leaves is None or self._state is None:
             return False, None
-        num_leaves = len(leaves) - len(self._buffers)
-        for buffer, value in zip(self._buffers, leaves[num_leaves:], strict=True):
-            buffer.put(value)
-        return True, build_value(self._spec, leaves[:num_leaves])
+        state, after = self._state
+        if state.mutated(after, [id(each) for each in after.tensors[: len(after.trainable)]]) is not None:
+            return False, None
+        run.borrow(state.put_attributes(after, run.frame.stand_in_of_object, run.undo))
+        return True, build_value(self._spec, leaves)
 
 
 def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -215,29 +178,14 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             why = None if is_done else "it raises an error"
             if mutated or any(differs(owner, then) for owner, then in objects):
                 why = why or "it modifies its arguments"
+            is_repeated = why is not None or isinstance(outermost, Recomputation)
+            state = None if is_repeated else _state_after(block, originals)
             for frame in originals:
                 if mutated and frame.contexts is not None:
                     frame.contexts.drop_mutated(mutated)
-                buffers = [] if why else _changed_buffers(block, frame.state_before)
-                call = ExcludedCall(block, output, frame, frame.rng_state(), buffers, why_repeated=why)
+                call = ExcludedCall(block, output, frame, frame.rng_state(), state, why_repeated=why)
                 frame.excluded.append(call)
     return output
-
-
-def run_excluded_without_gradients(
-    block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Runs an excluded child with autograd off. The recomputation does so again, as it keeps nothing.
-
-    A child with buffers is logged, so that the calls before it are repeated in order: they change its buffers.
-    """
-    for run in _runs_around() if block.state.buffers() else ():
-        if isinstance(run, Recomputation):
-            run.excluded_cursor += 1
-        else:
-            why = "it runs without gradients"
-            run.frame.excluded.append(ExcludedCall(block, None, run.frame, run.frame.rng_state(), why_repeated=why))
-    return function(*args, **kwargs)
 
 
 def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -292,15 +240,10 @@ def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     call = frame.excluded[position] if position < len(frame.excluded) else None
     if call is None or call.block.name != block.name:
         raise mismatch.excluded_differ(frame.block.title, call.block.name if call else None, block.name)
-    is_answered, output = call.answer()
+    is_answered, output = call.answer(run)
     if is_answered:
         set_rng_state(call.random)
         return True, output
-    before = [each for each in frame.excluded[:position] if each.has_buffers and not each.why_repeated]
-    if before and call.has_buffers:  # which it must find as they have left them
-        for each in frame.excluded:
-            each.repeat()
-        raise CallMismatch
     block.note(f"it is recomputed: {call.why_repeated or 'its output was modified in place'}")
     return False, None
 

@@ -35,10 +35,11 @@ from graphckpt._compat import (
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
-from graphckpt.engine.clones import NOTHING_BORROWED
+from graphckpt.engine.clones import NOTHING_BORROWED, Borrowed
 from graphckpt.engine.values import Comparison, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.thread_state import num_calls_elsewhere
+from graphckpt.undo import Undo
 
 if TYPE_CHECKING:
     from graphckpt.ledger.recorder import Recorder
@@ -125,13 +126,30 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "__weakref__", "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_num_calls", "_stops_from",
-        "borrowed", "comparison", "cursor", "draws_differ", "excluded_cursor", "has_stopped", "mismatch",
-        "returns_output", "versions",
+        "__weakref__",
+        "_borrowed",
+        "_early_stop",
+        "_first_fault",
+        "_frame",
+        "_holders",
+        "_last",
+        "_num_calls",
+        "_stops_from",
+        "comparison",
+        "cursor",
+        "draws_differ",
+        "excluded_cursor",
+        "has_stopped",
+        "mismatch",
+        "returns_output",
+        "undo",
+        "versions",
     )  # fmt: skip
 
-    def __init__(self, frame: Frame, *, early_stop: bool, returns_output: bool) -> None:
+    def __init__(self, frame: Frame, undo: Undo, *, early_stop: bool, returns_output: bool) -> None:
         self._frame = frame
+        self.undo = undo
+        """What puts back all that it changes."""
         self.outer = running.get()
         self.is_recomputation = True
         self.is_active = False
@@ -145,7 +163,7 @@ class Recomputation(Execution):
         self.excluded_cursor = 0
         self.versions: list[tuple[int | None, torch.Tensor, int]] = []
         """Position of the argument or ``None``, tensor and version, of each tensor that forward must not modify."""
-        self.borrowed = NOTHING_BORROWED
+        self._borrowed = NOTHING_BORROWED
         holders = self._holders = frame.holders
         self._early_stop = early_stop
         last = len(holders) - 1
@@ -164,6 +182,10 @@ class Recomputation(Execution):
     @property
     def frame(self) -> Frame:
         return self._frame
+
+    def borrow(self, borrowed: Borrowed) -> None:
+        """Notes tensors of modules that are those of the call until this ends, beside those before."""
+        self._borrowed = Borrowed(*map(frozenset.union, self._borrowed, borrowed))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> None:
@@ -185,7 +207,7 @@ class Recomputation(Execution):
                 if holder.shape != shape or holder.dtype is not dtype:
                     kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
-                lent, exchanged = self.borrowed
+                lent, exchanged = self._borrowed
                 if lent and (id(tensor) in lent or (tensor._is_view() and id(tensor._base) in lent)):
                     # When this ends, the buffer gets its own memory and version back; this alias keeps what it has.
                     tensor = tensor.data
@@ -302,10 +324,6 @@ class ScheduleMismatch(BaseException):  # likewise
             run = run.outer
         if run is not None:
             run.mismatch = self
-
-
-class CallMismatch(ScheduleMismatch):
-    """Ends a recomputation in which a call of an excluded child should have been repeated: the next one does so."""
 
 
 class _ModesPaused(threading.local):

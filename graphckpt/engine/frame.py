@@ -39,7 +39,6 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import CallState, ModuleState
 from graphckpt.engine.execution import (
-    CallMismatch,
     Execution,
     Holder,
     OnPack,
@@ -395,15 +394,8 @@ class Frame(Execution, Call):
             )
             if self._is_joined and self.before is None:
                 block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
-            if self.excluded:
-                changed = call_state.changed_modules()
-                for call in self.excluded:
-                    call.after_forward(changed)
-                # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
-                with_buffers = [call for call in self.excluded if call.has_buffers]
-                if any(call.why_repeated for call in with_buffers):
-                    for call in with_buffers:
-                        call.repeat()
+            for call in self.excluded:
+                call.after_forward()
             if self.contexts is not None:
                 self.contexts.after_forward(self, has_failed=self._failure is not None)
             if self.group is not None:
@@ -518,12 +510,10 @@ class Frame(Execution, Call):
             try:
                 try:
                     run = self._recompute_once(undo, early_stop=early_stop, returns_output=returns_output)
-                except (Exception, ScheduleMismatch) as error:
-                    # The first of two tries may skip ops, and calls of excluded children. Any error may come from
-                    # that: a kernel that is not dispatched may have read a skipped result. What was skipped wrongly
-                    # runs in the second try.
-                    can_run_all = self.contexts is not None and self.contexts.run_all(self)
-                    if not can_run_all and not isinstance(error, CallMismatch):
+                except (Exception, ScheduleMismatch):
+                    # The first of two tries may skip ops. Any error may come from that: a kernel that is not dispatched
+                    # may have read a skipped result. What was skipped wrongly runs in the second try.
+                    if self.contexts is None or not self.contexts.run_all(self):
                         raise
                     run = self._recompute_once(undo, early_stop=early_stop, returns_output=returns_output)
             except ScheduleMismatch as error:  # which no handler of the user's would catch
@@ -593,7 +583,7 @@ class Frame(Execution, Call):
         """
         if self._is_joined:
             self._recompute_before()  # in a second try again, as the first has used up their outputs
-        run = Recomputation(self, early_stop=early_stop, returns_output=returns_output)
+        run = Recomputation(self, undo, early_stop=early_stop, returns_output=returns_output)
         state, call_state, arguments = self._state, self._call_state, self._arguments
         with engine_ops() if is_watched() else _NOTHING:
             # Nothing is changed yet: what raises here, or recomputes another block, leaves nothing to undo.
@@ -605,10 +595,10 @@ class Frame(Execution, Call):
             undo += gradient_hooks(self._inputs(leaves)) if self._registers_hooks else ()
             try:
                 # 3
-                run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo)
+                run.borrow(state.put_in_place(call_state, self.stand_in_of_object, undo))
                 if unread:
                     state.hide(call_state, unread, self._stand_in, undo)
-                args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
+                args, kwargs = arguments.assemble(leaves, self.stand_in_of_object, undo)
                 # 4
                 set_rng_state(self._random)
                 if ambient_now != self._ambient or is_autocast(ambient_now):
@@ -677,7 +667,7 @@ class Frame(Execution, Call):
     def _stand_in(self, parameter: torch.Tensor) -> WithoutValues:
         return self._stand_in_for(parameter, "a parameter of an excluded child, which its parent reads,")
 
-    def _stand_in_of_object(self, tensor: torch.Tensor) -> WithoutValues:
+    def stand_in_of_object(self, tensor: torch.Tensor) -> WithoutValues:
         return self._stand_in_for(tensor, "a tensor that a container or an object holds")
 
     def _stand_in_for(self, tensor: torch.Tensor, what: str) -> WithoutValues:

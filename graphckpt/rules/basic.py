@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 from torch import nn
 
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.excluded import run_excluded, run_excluded_without_gradients
+from graphckpt.engine.excluded import run_excluded
 from graphckpt.engine.execution import innermost, running
 from graphckpt.engine.frame import Frame
 from graphckpt.rules.base import Rule
@@ -30,12 +30,6 @@ class Keep(Rule):
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block once; a recomputation of the block around it gets the same outputs."""
         return run_excluded(block, function, args, kwargs)
-
-    def run_without_gradients(
-        self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs the block; a recomputation of the block around it does so again."""
-        return run_excluded_without_gradients(block, function, args, kwargs)
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
         """Returns ``None``: the block belongs to the graph, as without a rule."""
