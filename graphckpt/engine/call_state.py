@@ -300,9 +300,9 @@ class ModuleState:
         moved = self._moved.get(modes, ())
         copies = {}
         for at, (tensor, place) in enumerate(zip(tensors, places, strict=True), first):
-            is_moved = place in moved if cloned is None else id(tensor) in cloned
-            if (is_first or is_moved or self._is_cheap(tensor, place, fields)) and is_clonable(tensor):
-                copies[at] = tensor.detach().clone()
+            is_moved = is_first or (place in moved if cloned is None else id(tensor) in cloned)
+            if (is_moved or is_small(tensor) or self._is_statistic(place, fields)) and is_clonable(tensor):
+                copies[at] = (tensor.detach() if tensor.requires_grad else tensor).clone()
         tensors = [*parameters, *tensors]
         if copies:
             ids, others = [*map(id, tensors)], [each for each, _ in attributes.versions]
@@ -329,11 +329,8 @@ class ModuleState:
             changed_tensors=[],
         )
 
-    def _is_cheap(self, tensor: torch.Tensor | None, place: Place, fields: list[Fields]) -> bool:
-        """Whether a tensor is cloned in every call: it is small, or a statistic of a norm that moves."""
-        if is_small(tensor):
-            return True
-        # The kernel of a norm writes its statistics without a new version, so that they always count as changed.
+    def _is_statistic(self, place: Place, fields: list[Fields]) -> bool:
+        """Whether a buffer is a statistic of a norm that moves, which the kernel writes without a new version."""
         at, kind, _ = place
         return kind == "_buffers" and fields[at]["training"] and isinstance(self._modules[at](), _NORMS)
 
@@ -399,7 +396,8 @@ class ModuleState:
             moved.update([state.places[at - num] for at in state.copies if has_changed(state, at)])
             for at in [*state.copies]:
                 place = state.places[at - num]
-                if place not in moved and not self._is_cheap(state.tensors[at], place, state.fields):
+                is_cheap = is_small(state.tensors[at]) or self._is_statistic(place, state.fields)
+                if not is_cheap and place not in moved:
                     del state.copies[at]
 
     def remember(self, state: CallState) -> None:

@@ -30,6 +30,8 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
 
 
 def is_small(tensor: torch.Tensor | None) -> bool:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous():  # nearly all
+        return tensor.nbytes <= _SMALL_BYTES
     if tensor is None or tensor.layout is torch.sparse_coo or not (type(tensor) is torch.Tensor or is_fake(tensor)):
         return False
     num_elements = num_spanned(tensor) if is_sparse_in_memory(tensor) else tensor.numel()
@@ -64,8 +66,9 @@ def is_clonable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether a buffer is there, and can be written to: of an expanded one, forward cannot write elements either."""
     if tensor is None or is_lazy(tensor):
         return False
-    is_expanded = tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
-    return not is_expanded or tensor.numel() <= 1
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
+        return True
+    return 0 not in tensor.stride() or tensor.numel() <= 1
 
 
 def is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
