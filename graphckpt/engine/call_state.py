@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, filterfalse, islice, starmap
+from itertools import chain, islice, starmap
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
@@ -213,8 +213,8 @@ class ModuleState:
     """Takes the state of the modules of a block before its calls, and puts it in place."""
 
     __slots__ = (
-        "_children", "_containers", "_ends", "_freed", "_large", "_last", "_modules", "_moved", "_plain", "_scripted",
-        "_scripted_parameters", "_seen", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
+        "_children", "_containers", "_ends", "_freed", "_large", "_last", "_learnt_modes", "_modules", "_moved",
+        "_plain", "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -236,7 +236,7 @@ class ModuleState:
         self._sizes: list[int] = []  # how many attributes each module had when `_look` was called, PyTorch's own too
         self._users: list[tuple[int, int]] = []
         """The modules whose attributes are looked into, and how many of PyTorch's own they begin with."""
-        self._seen: set[Modes] = set()  # those in which a first call has shown what it modifies
+        self._learnt_modes: set[Modes] = set()  # those in which a first call has shown what it modifies
         self._moved: dict[Modes, set[Place]] = {}
         """Tensors that calls modify in place."""
         self._large: dict[int, Any] = {}  # what attributes reached in the last call that reaches more than that
@@ -296,7 +296,7 @@ class ModuleState:
         objects = self._reach(reached) if reached else _NO_OBJECTS
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
-        is_first = cloned is None and modes not in self._seen
+        is_first = cloned is None and modes not in self._learnt_modes
         moved = self._moved.get(modes, ())
         copies = {}
         for at, (tensor, place) in enumerate(zip(tensors, places, strict=True), first):
@@ -402,10 +402,10 @@ class ModuleState:
 
     def remember(self, state: CallState) -> None:
         """Has later calls in these modes clone what a first one has shown."""
-        self._seen.add(state.modes)
+        self._learnt_modes.add(state.modes)
 
     def forget(self, state: CallState) -> None:
-        self._seen.discard(state.modes)
+        self._learnt_modes.discard(state.modes)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
         """Names a tensor that was modified in place since and has no copy, beside those with ids ``unread``."""
@@ -446,13 +446,14 @@ class ModuleState:
         Containers and objects get a ``stand_in`` for each tensor that was modified in place since.
         """
         live = _fields_of(self._modules)
-        present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
-        num_present = len(present) + len(self._scripted_parameters)
-        if num_present != len(state.trainable) or not all(map(is_, present, state.tensors)):
+        present = _parameters_in(live)
+        wanted = state.tensors[: len(state.trainable) - len(self._scripted_parameters)]
+        if len(present) == len(wanted) and all(map(is_, present, wanted)):
+            # The recomputation may replace some, and end before it puts them back.
+            undo.append((_put_parameters, (state.parameters, live, present)))
+        else:  # `functional_call` had replaced them, for example
             undo += [(restore, (own := each["_parameters"], own.copy())) for each in live]
-            _put_parameters(state.parameters, live, state.tensors)  # `functional_call` had replaced them, for example
-        else:  # the recomputation may replace some, and end before it puts them back
-            undo.append((_put_parameters, (state.parameters, live, state.tensors)))
+            _put_parameters(state.parameters, live, wanted)
         borrowed = self.put_attributes(state, stand_in, undo)
         trainable = _trainable(state.tensors[: len(state.trainable)])
         undo.append((_give_trainable, (state.tensors, trainable)))
@@ -465,12 +466,11 @@ class ModuleState:
         live = _fields_of(self._modules)
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
         # The dicts of buffers, children and hooks stay, with other contents: handles of hooks refer to them.
-        added = [each for each in chain.from_iterable(map(_dicts_of, live)) if each] if _have_dicts(live) else []
+        ids = {id(owner) for owner, _ in state.dicts}
+        added: Objects = [(each, {}) for each in _filled_dicts(live) if id(each) not in ids]
         if added or state.dicts:
-            ids = {id(owner) for owner, _ in state.dicts}
-            swap([*state.dicts, *((each, {}) for each in added if id(each) not in ids)], undo)
-        empty = [*filterfalse(None, chain.from_iterable(map(_dicts_of, fields)))]  # by now, as they were at the call
-        undo.append((_empty, (empty, fields)))
+            swap([*state.dicts, *added], undo)
+        undo.append((_empty_others, (ids, fields)))
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -529,34 +529,39 @@ def _fields_of(modules: Iterable[weakref.ref[nn.Module]]) -> list[Fields]:
     return [_NO_MODULE if (module := ref()) is None else module.__dict__ for ref in modules]
 
 
-def _have_dicts(fields: list[Fields]) -> bool:
-    """Whether a module has buffers or hooks."""
-    return any(map(any, map(_dicts_of, fields)))
+def _filled_dicts(fields: list[Fields]) -> list[dict[Any, Any]]:
+    """Returns the dicts of buffers and hooks that are not empty."""
+    return [*filter(None, chain.from_iterable(map(_dicts_of, fields)))]
 
 
-def _empty(dicts: list[dict[Any, Any]], fields: list[Fields]) -> None:
-    """Empties ``dicts`` of buffers and hooks, in which a recomputation may have put some, and drops their notes."""
-    if not any(dicts):
-        return
-    numbers = {number for each in dicts for number in each}  # of hooks; buffers have names
-    for each in dicts:
+def _empty_others(ids: set[int], fields: list[Fields]) -> None:
+    """Empties the dicts that a recomputation has put hooks or buffers into, and drops their notes.
+
+    Those with one of these ``ids`` are not among them.
+    """
+    others = [each for each in _filled_dicts(fields) if id(each) not in ids]
+    numbers = {number for each in others for number in each}  # of hooks; buffers have names
+    for each in others:
         each.clear()
-    for own in fields:
+    for own in fields if numbers else ():
         for name in _DICTS[5:]:
             for number in numbers.intersection(own[name]):
                 del own[name][number]
 
 
-def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], tensors: Iterable[Any]) -> None:
-    """Gives the modules these parameters, whose tensors are the first of ``tensors``."""
-    present = [*chain.from_iterable(map(dict.values, map(_parameters_of, live)))]
-    if len(present) == sum(len(own) for _, own in parameters) and all(map(is_, present, tensors)):
+def _parameters_in(fields: list[Fields]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, map(_parameters_of, fields)))]
+
+
+def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], wanted: Sequence[Any]) -> None:
+    """Gives the modules ``parameters``, of which ``wanted`` are the tensors."""
+    present = _parameters_in(live)
+    if len(present) == len(wanted) and all(map(is_, present, wanted)):
         return
     before = dict(parameters)
     for at, fields in enumerate(live):
         now, then = fields["_parameters"], before.get(at, {})
-        wanted = {key: now[key] if is_sharding(now.get(key), each) else each for key, each in then.items()}
-        restore(now, wanted)
+        restore(now, {key: now[key] if is_sharding(now.get(key), each) else each for key, each in then.items()})
 
 
 def _give_fields(modules: list[nn.Module | None], fields: list[Fields]) -> None:
