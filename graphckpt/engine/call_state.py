@@ -195,6 +195,8 @@ class _Attributes:
                     self.versions.append((item, version_of(item)))
                 else:
                     self.reached.append(item)
+            if copied.attributes is not None:
+                self.reached.append(copied.attributes)
         self.objects.append((module, name, copied))
         return _COPIED
 
@@ -616,6 +618,8 @@ def _sharing(tensors: Sequence[Any], indices: Iterable[int]) -> frozenset[int]:
 def _has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether a clone's memory can take the place of that of a tensor."""
     if type(tensor) is not torch.Tensor or tensor.is_inference() or tensor._is_view():
+        return False
+    if not tensor.untyped_storage().resizable():  # an array of NumPy has the memory too
         return False
     return not is_sparse_in_memory(tensor)  # the clone would be dense
 

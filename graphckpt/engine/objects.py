@@ -141,7 +141,8 @@ def owners_of(value: Any) -> Iterator[Any]:
         return
     if layout.container is not None:
         yield value
-        return
+        if layout.container is type(value):
+            return
     if layout.accessors is not None and (not hasattr(value, "flags") or _is_own_small_array(value)):
         yield value
     if isinstance(attributes := attribute_of(value, "__dict__"), dict):
@@ -433,7 +434,7 @@ class ObjectCopy:
     there is none any more, it gets an equal one.
     """
 
-    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "content", "is_plain", "number", "reaches")
+    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "attributes", "content", "is_plain", "number", "reaches")
 
     def __init__(self, value: Any, owner: Any) -> None:
         self.number = id(value)
@@ -441,6 +442,8 @@ class ObjectCopy:
         self._is_container = owner is value
         self._ref = ref(value) if self._kind.__weakrefoffset__ and not self._is_container else None
         self._empty = empty_like(value) if self._is_container else None
+        self.attributes = attribute_of(value, "__dict__") if self._is_container else None
+        """Of a container of a class of the program's."""
         self.content = contents(owner)
         """Of a container the same type with the items, of an object a dictionary of its attributes."""
         self.reaches = self._others()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.modules import as_module
@@ -33,13 +34,20 @@ def nothing(block: Any) -> None:
     pass
 
 
+class Log(list[int]):
+    """A container with an attribute of its own."""
+
+    num_calls = 0
+
+
 def fields() -> dict[str, Any]:
     return {
         "a": nn.Linear(D, D), "b": nn.Linear(D, D), "c": nn.Linear(D, D), "drop": nn.Dropout(0.2),
         "box": nn.ModuleDict(), "excluded": nn.Tanh(), "buffer": nn.Buffer(torch.zeros(1)), "count": 0, "scale": 1,
         "items": [], "named": {}, "names": set(), "space": SimpleNamespace(), "flag": False, "total": None,
         "table": nn.Buffer(torch.ones(2)), "rows": (rows := nn.Buffer(torch.zeros(2, 2))), "views": deque([rows[0]]),
-        "handle": None,
+        "handle": None, "log": Log(),
+        "shared": nn.Buffer(torch.from_numpy(array := np.zeros(1, np.float32))), "array": array,
         "generator": torch.Generator().manual_seed(3), "before": nothing, "after": nothing,
     }  # fmt: skip
 
@@ -94,6 +102,21 @@ def counts_in_an_object(block: Any) -> None:
     block.scale = block.space.count
 
 
+def counts_in_an_attribute_of_a_list(block: Any) -> None:
+    block.log.num_calls += 1
+    block.scale = block.log.num_calls
+
+
+def adds_to_memory_of_an_array(block: Any) -> None:
+    block.shared.add_(1)
+    block.scale = block.array.item()
+
+
+def adds_to_an_array_of_a_buffer(block: Any) -> None:
+    block.array[0] += 1
+    block.scale = block.shared.item()
+
+
 def sums(block: Any) -> None:
     block.total = torch.ones(1) if block.total is None else block.total.add_(1)
     block.scale = block.total.item()
@@ -138,6 +161,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "toggles": lambda block: block.__dict__.update(flag=not block.flag, scale=1 if block.flag else 2),
     "a list": lambda block: (block.items.append(1), setattr(block, "scale", len(block.items))),
     "a list in a dict": adds_to_a_list_in_a_dict,
+    "an attribute of a list": counts_in_an_attribute_of_a_list,
+    "memory of an array": adds_to_memory_of_an_array,
+    "an array of a buffer": adds_to_an_array_of_a_buffer,
     "an object": counts_in_an_object,
     "a tensor in place": lambda block: block.buffer.add_(1),
     "a tensor through data": lambda block: block.buffer.data.add_(1),
