@@ -144,13 +144,8 @@ def plan_step(
     *,
     notes: Sequence[str] = (),
     on_measured: Callable[[Planners], None] = lambda _: None,
-    choose: Callable[[Planner, int | None], Plan] | None = None,
 ) -> Plan:
-    """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes.
-
-    ``choose`` returns the plan for a limit in bytes, ``None`` for the lowest possible peak; by default one under which
-    the step has run, if ``options.check`` is set.
-    """
+    """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes."""
     budget = budgets.check_budget(memory_budget)
     num_sharing = 1 if isinstance(step, FakeStep) else group.num_sharing(budgets.memory_id(step.device))
     group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
@@ -161,7 +156,7 @@ def plan_step(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
 
-    def choose_and_check(planner: Planner, limit: int | None) -> Plan:
+    def choose(planner: Planner, limit: int | None) -> Plan:
         if not options.check:
             return planner.plan(planner.floor.peak if limit is None else limit)
         if limit is None:
@@ -179,8 +174,7 @@ def plan_step(
         # After measuring: only then are the peak of the plain step and the bytes that the step holds at its start
         # known.
         limit, headroom = _limit_of(budget, planners.plain, step, group, num_sharing)
-        choice = choose or choose_and_check
-        plan = planners.best_of(lambda planner: choice(planner, limit), is_least=limit is None)
+        plan = planners.best_of(lambda planner: choose(planner, limit), is_least=limit is None)
         if isinstance(step, RealStep):
             group.run_until_all_are_done(step.run_once)
     return replace(plan, memory_budget=budget, headroom_bytes=headroom)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -17,14 +17,13 @@ from graphckpt.planning.options import Budget, PlanOptions, budget_bytes, check_
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import check_parameters, find_blocks, frozen_objects, measure_all
-from graphckpt.planning.planner import CheckedPlan, Planner, Planners, plan_in_limit, policies_key, run_under
+from graphckpt.planning.planner import CheckedPlan, Planner, plan_in_limit, policies_key, run_under
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep, states_of
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate, PolicyEstimate
-from graphckpt.search.peak_parts import PeakParts
 from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.search.search import Report, Search, reporting
 from graphckpt.simulation.fake_cluster import simulated_rank
@@ -139,12 +138,12 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         with fake.building():
             module, step_fn, optimizer = source.make(machine.kind)
         with frozen_objects(), without_value_checks():
-            runs = _Runs(module, FakeStep(fake, module, step_fn, optimizer), begin)
+            runs = _Runs(module, FakeStep(fake, module, step_fn, optimizer), begin, options.policy)
             columns = runs.under_best_plan(budget) if options.policy is None else runs.under(options.policy)
     tokens = None if source.seq is None else source.seq * options.batch  # of an encoder-decoder, its inputs'
     policies = {
-        name: PolicyEstimate.of(plan, parts, machine, samples=options.batch, tokens=tokens, title=title)
-        for name, (title, plan, parts) in columns.items()
+        name: PolicyEstimate.of(plan, runs.measured, machine, samples=options.batch, tokens=tokens, title=title)
+        for name, (title, plan) in columns.items()
     }
     parameters = list(module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -181,10 +180,6 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     )
 
 
-_Column: TypeAlias = tuple[str, Plan, PeakParts]
-"""A heading, the plan of a step that has run under it, and the parts of its peak."""
-
-
 @final
 @dataclass(frozen=True)
 class _Policies:
@@ -196,9 +191,12 @@ class _Policies:
 
 @final
 class _Runs:
-    """The runs of one step under different policies; ``begin`` gets a line about each."""
+    """A step that was measured under all policies of each kind of layer, or under one, and its runs under plans.
 
-    def __init__(self, model: nn.Module, step: FakeStep, begin: Report) -> None:
+    ``begin`` gets a line about each run.
+    """
+
+    def __init__(self, model: nn.Module, step: FakeStep, begin: Report, policy: str | None) -> None:
         self.step = step
         self.fault = ""
         """Why no plan fits."""
@@ -206,32 +204,37 @@ class _Runs:
         """Notes on the best plan."""
         self._model = model
         self._begin = begin
-        self._blocks = find_blocks(model, None)
         self._search: Search[_Policies, CheckedPlan] = Search(self._run, skips=lambda _: False, where=str)
+        begin(f"simulating the step under {policy or 'all policies of each kind of layer'}")
+        candidates = None if policy is None else () if _is_keep(policy) else (policy,)
+        options = PlanOptions(
+            candidates=candidates, progress=lambda done, total: begin(f"run {done} of {total} is done")
+        )
+        self._planners = measure_all(step, model, find_blocks(model, None), options, PlanGroup())
+        self.measured = self._planners.plain.measured
 
-    def under_best_plan(self, budget: Budget) -> dict[str, _Column]:
+    def under(self, policy: str) -> dict[str, tuple[str, Plan]]:
+        """Runs the step with everything kept, and under one policy; returns a heading and the plan of each."""
+        titles = {"keep": "everything kept", policy: "everything kept" if _is_keep(policy) else f"{policy} everywhere"}
+        plans = self._planners.plain.uniform().values()
+        return {
+            name: (title, self._run_under(plan).plan) for (name, title), plan in zip(titles.items(), plans, strict=True)
+        }
+
+    def under_best_plan(self, budget: Budget) -> dict[str, tuple[str, Plan]]:
         """Runs the step with everything kept, with every layer recomputed, and under the best plan."""
         try:
             check_parameters(self._model, budget)
         except PlanError as error:  # a budget below the weights alone
             self.fault, budget = str(error).partition(" · fix: ")[0], "min"
-        self._begin("simulating the step under all policies of each kind of layer")
-        planners = self._measure(None)
-        planner = planners.plain
-        uniform = planner.uniform()
-        memory = self.step.memory(planner.measured.model.static_bytes)
-        limit = None if budget == "min" else budget_bytes(budget, memory, planner.plain.peak)
+        uniform, memory = self._planners.plain.uniform(), self.step.memory(self.measured.model.static_bytes)
+        limit = None if budget == "min" else budget_bytes(budget, memory, self._planners.plain.plain.peak)
         keep, full = (self._run_under(uniform[name]) for name in ("keep", "full"))
-        plan = planners.best_of(lambda planner: self._best_plan(planner, budget, limit, keep, full))
-        headroom = memory.headroom if budget == "max" else 0
-        plan = replace(plan, memory_budget=budget, headroom_bytes=headroom)
+        plan = self._planners.best_of(lambda planner: self._best_plan(planner, budget, limit, keep, full))
+        plan = replace(plan, memory_budget=budget, headroom_bytes=memory.headroom if budget == "max" else 0)
         self.notes = [note for note in plan.notes if note not in uniform["keep"].notes]
-        columns = {
-            "keep": ("everything kept", keep.plan),
-            "full": ("full everywhere", full.plan),
-            "plan": ("lowest peak" if self.fault else "best plan", plan),
-        }
-        return {name: (*column, PeakParts.of(planner.measured, column[1])) for name, column in columns.items()}
+        title = "lowest peak" if self.fault else "best plan"
+        return {"keep": ("everything kept", keep.plan), "full": ("full everywhere", full.plan), "plan": (title, plan)}
 
     def _best_plan(
         self, planner: Planner, budget: Budget, limit: int | None, keep: CheckedPlan, full: CheckedPlan
@@ -256,24 +259,6 @@ class _Runs:
         lowest = self._run_under(planner.lowest(limit)).plan
         return min(lowest, full.plan, key=lambda plan: plan.predicted_reserved_bytes or plan.predicted_peak_bytes)
 
-    def under(self, policy: str) -> dict[str, _Column]:
-        """Runs the step with everything kept, and under one policy."""
-        is_keep = isinstance(parse_rule(policy), Keep)
-        self._begin(f"simulating the step under {policy}")
-        planner = self._measure(() if is_keep else (policy,)).plain
-        titles = {"keep": "everything kept", policy: "everything kept" if is_keep else f"{policy} everywhere"}
-        plans = [self._run_under(plan).plan for plan in planner.uniform().values()]
-        return {
-            name: (title, plan, PeakParts.of(planner.measured, plan))
-            for (name, title), plan in zip(titles.items(), plans, strict=True)
-        }
-
-    def _measure(self, candidates: tuple[str, ...] | None) -> Planners:
-        options = PlanOptions(
-            candidates=candidates, progress=lambda done, total: self._begin(f"run {done} of {total} is done")
-        )
-        return measure_all(self.step, self._model, self._blocks, options, PlanGroup())
-
     def _run_under(self, plan: Plan) -> CheckedPlan:
         """Returns the plan with the figures of a run under it: allocated and reserved bytes, and seconds."""
         run = self._search.result(_Policies(policies_key(plan), plan))
@@ -283,6 +268,10 @@ class _Runs:
     def _run(self, policies: _Policies) -> CheckedPlan:
         self._begin(f"simulating the step under {', '.join(dict.fromkeys(policies.names))}")
         return run_under(policies.plan, self._model, self.step, PlanGroup())
+
+
+def _is_keep(policy: str) -> bool:
+    return isinstance(parse_rule(policy), Keep)
 
 
 def _bytes_on(machine: DeviceProfile, tensors: Iterable[torch.Tensor]) -> int:

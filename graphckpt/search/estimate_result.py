@@ -13,7 +13,8 @@ from rich.text import Text
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
-from graphckpt.search.peak_parts import PeakParts
+from graphckpt.planning.measured_step import MeasuredStep
+from graphckpt.planning.program import EventKind, Interval, Phase
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,6 +22,80 @@ if TYPE_CHECKING:
 
     from graphckpt.planning.plan import Plan
     from graphckpt.simulation.profile import DeviceProfile
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PeakParts:
+    """The bytes alive at the peak of a step, which sum to it, and those that layers keep from forward to backward."""
+
+    weights: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer_states: int
+    workspaces: int
+    """Workspaces of cuBLAS."""
+    layers: int
+    """Bytes that layers keep for their backward."""
+    other: int
+    """Everything else: embedding, head and loss, the running layer, temporaries of the optimizer."""
+    saved_by_layers: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that all layers of a list keep at the end of forward, by the name of the list and their number."""
+
+    @classmethod
+    def of(cls, measured: MeasuredStep, plan: Plan) -> Self:
+        """Returns the parts of a plan of ``measured`` under which the step has run."""
+        stages = dict(zip(measured.model.calls.base, plan.stages, strict=True))
+        interval, stage = max(stages.items(), key=lambda item: item[1].peak_bytes)
+        activations = plan.peak_parts["activations"]
+        layers = min(activations, max(0, stage.start_bytes - _outside_of_layers(measured)[interval]))
+        return cls(
+            weights=plan.peak_parts["weights"],
+            gradients=plan.peak_parts["gradients"],
+            optimizer_states=plan.peak_parts["optimizer states"],
+            workspaces=plan.peak_parts["workspaces"],
+            layers=layers,
+            other=activations - layers,
+            saved_by_layers=_saved_by_layers(measured, {key: one.start_bytes for key, one in stages.items()}),
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns the bytes by kind; their sum is the peak."""
+        kinds = ("weights", "gradients", "optimizer_states", "workspaces", "layers", "other")
+        return {f"{kind}_bytes": getattr(self, kind) for kind in kinds}
+
+
+def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
+    """Returns the bytes that no layer's forward allocates, at the start of each interval.
+
+    They are the same under each plan, such as those of the loss, so they are read from the trace of the step with every
+    block recomputed. The rest of the level is what layers keep.
+    """
+    base = measured.model.log
+    assert base is not None
+    level, levels = 0, {}
+    sizes: dict[int, int] = {}
+    for interval, entries in base.entries.items():
+        levels[interval] = level
+        for entry in entries:
+            if entry.kind is EventKind.BORN and interval.phase is not Phase.FORWARD:
+                sizes[entry.storage] = base.sizes[entry.storage]
+                level += sizes[entry.storage]
+            elif entry.kind is EventKind.GONE:
+                level -= sizes.pop(entry.storage, 0)
+    return levels
+
+
+def _saved_by_layers(measured: MeasuredStep, starts: Mapping[Interval, int]) -> dict[str, int]:
+    """Returns the rise of the level over the forwards of each kind of layers."""
+    calls_of: dict[str, list[int]] = {}
+    for call, block in enumerate(measured.model.block_of_call):
+        calls_of.setdefault(measured.names[block].rpartition(".")[0], []).append(call)
+    saved = {}
+    for place, calls in calls_of.items():
+        rises = (starts[Interval(Phase.AFTER_FORWARD, c)] - starts[Interval(Phase.FORWARD, c)] for c in calls)
+        saved[f"{place}.* ({len(calls)})"] = sum(rises)
+    return saved
 
 
 @final
@@ -52,9 +127,9 @@ class PolicyEstimate:
 
     @classmethod
     def of(
-        cls, plan: Plan, parts: PeakParts, machine: DeviceProfile, *, samples: int, tokens: int | None, title: str
+        cls, plan: Plan, measured: MeasuredStep, machine: DeviceProfile, *, samples: int, tokens: int | None, title: str
     ) -> Self:
-        """Returns the figures of a plan under which the step has run."""
+        """Returns the figures of a plan of ``measured`` under which the step has run."""
         seconds, allocated = plan.predicted_step_seconds, plan.predicted_peak_bytes
         total = plan.predicted_nvidia_smi_bytes or allocated
         rate = 1 / seconds if seconds else 0.0
@@ -68,7 +143,7 @@ class PolicyEstimate:
             tokens_per_second=None if tokens is None else tokens * rate,
             fits=total <= machine.memory_bytes,
             binding=plan.binding,
-            parts=parts,
+            parts=PeakParts.of(measured, plan),
             policies=plan.policies,
         )
 
