@@ -31,7 +31,9 @@ UNSTABLE_FIX = (
     "fix: torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of "
     "cuDNN's attention may"
 )
+# Attributes that every module has say nothing, but for its mode; `forward` is what a policy replaces.
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
+# Bits are compared as integers of the same size: as numbers, NaNs would differ and zeros of either sign be equal.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -78,6 +80,7 @@ def compare(
     contents = ""
     num_replays = count_replays()
     for number in range(1, steps + 1):
+        # From where the plain step before has ended, with its gradients: an error of a policy is not carried on.
         before = snapshot()
         ours = run()
         before.put_back()
@@ -99,7 +102,8 @@ def compare(
         num_tensors += len(tensors)
         num_bytes += sum(map(_num_bytes, tensors))
         contents = _contents(expected)
-    is_captured = count_replays() == num_replays + steps  # plain steps are no replays
+    # Plain steps are no replays: as many as there were steps, if each ran as one.
+    is_captured = count_replays() == num_replays + steps
     return Verification(steps, num_tensors, num_bytes, is_captured=is_captured, contents=contents)
 
 
@@ -133,6 +137,7 @@ class StepState:
         modules = [pair for root, top in roots.items() for pair in top.named_modules(prefix=root)]
         tree = ModuleTree(roots.values())
         attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
+        # TrainingState copies these first, in this order: by it `values` finds their copies.
         self._names = {**_named(modules, "buffer"), **_named(modules, "parameter")}
         self._state = TrainingState(
             [*self._names, *attributes], optimizers, tree=tree, reached=reached, has_gradients=reached is not None
@@ -146,7 +151,8 @@ class StepState:
         self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
 
     def add(self, optimizer: Optimizer) -> None:
-        self._state.add(optimizer)  # with the parameters of modules outside of the model, such as a head
+        # With the parameters of modules outside of the model, such as a head.
+        self._state.add(optimizer)
 
     def values(self) -> Values:
         assert self._state.random is not None
@@ -165,6 +171,7 @@ class StepState:
         """Puts everything back; returns whether that has removed states of optimizers."""
         has_removed = self._state.restore()
         for each, state in self._stateful:
+            # A copy, as it may be put back again, and objects keep the lists and dicts that they load.
             each.load_state_dict(copy.deepcopy(state))
         return has_removed
 
@@ -235,6 +242,7 @@ def _difference_of(actual: Any, plain: Any) -> str | None:
 def _difference_of_values(actual: Any, plain: Any) -> str | None:
     if actual is plain:
         return None
+    # An object is not copied, and would be equal to itself whatever the step has done to it.
     equal: Any = type(plain).__eq__
     if equal is object.__eq__ or getattr(plain, "shape", None):  # it compares identities, or returns an array
         what = f"expected tensors and numbers as outputs of the step, got {shown(plain)}"

@@ -28,10 +28,14 @@ from graphckpt.units import format_bytes, format_sizes
 
 EQUAL, CLOSE, MEASURED, SKIPPED = "equal", "close", "measured", "skipped"
 DIFFERS, ERROR = "differs", "error"
-_STEPS = 2  # the first creates optimizer states, and blocks learn in it which state changes
-_NOISE = 8  # times the difference between two plain steps is as much as a step under policies may differ
-_ROUNDING = 1e-4  # of the largest value: where sums are in another order
-_OFF_BY = {"allocated": 0.01, "reserved": 0.1}  # of the measured bytes
+# The first step creates optimizer states, and blocks learn in it which state changes.
+_STEPS = 2
+# Times the difference between two plain steps is as much as a step under policies may differ.
+_NOISE = 8
+# Of the largest value: where sums are in another order.
+_ROUNDING = 1e-4
+# Of the measured bytes. Segments are 2 to 20 MiB, so that a small model reserves in coarse steps.
+_OFF_BY = {"allocated": 0.01, "reserved": 0.1}
 _TRANSFORMER = SUBJECTS[1]
 _LOAD = 16 * 2**20  # bytes of a copy next to the step
 _SHARE = 0.7  # of the bytes of the plain step, for a plan
@@ -76,6 +80,7 @@ def run(device: torch.device, graph: Any, begin: Callable[[str], object] = str) 
     noise: dict[str, float] = {}
     for subject in SUBJECTS:
         begin(subject.name)
+        # First: where a plain step differs from itself, policies are compared by tolerance; where it fails, not at all.
         row = _guarded(partial(_plain_twice, subject, device, noise), "plain step, twice", subject.name, "device")
         yield row
         if row.outcome == ERROR:
@@ -105,7 +110,8 @@ def _guarded(check: Callable[[], tuple[str, str]], name: str, subject: str, stor
     """Runs one check: an error is its result, and the next one runs."""
     try:
         outcome, detail = check()
-    except Exception as error:  # a device may raise anything
+    # A device may raise anything, and the report is wanted most where it does.
+    except Exception as error:
         outcome, detail = ERROR, f"{type(error).__name__}: {first_line(error)}"
     return CheckResult(name, subject, store, outcome, detail)
 
@@ -121,6 +127,7 @@ def _plain_twice(subject: Subject, device: torch.device, noise: dict[str, float]
 
 def _traced(training: Training) -> dict[str, Tensor]:
     """Runs a step; returns the inputs and outputs of its modules, in the order of their calls, and its results."""
+    # Of the modules as well, so that the first of them that differs names the op that varies.
     outputs: dict[str, Tensor] = {}
 
     def see(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -225,6 +232,7 @@ def _under_load(device: torch.device) -> tuple[str, str]:
     pinned = torch.empty(_LOAD, dtype=torch.uint8, pin_memory=True)
     there, factor = torch.empty(_LOAD, dtype=torch.uint8, device=device), torch.ones(512, 512, device=device)
 
+    # A copy that is waited for too late, or not at all, shows only where the device is busy.
     def step() -> Tensor:
         with torch.cuda.stream(side):
             for _ in range(4):
@@ -248,8 +256,9 @@ def _predicted(device: torch.device, kind: str) -> tuple[str, str]:
     if kind == "reserved" and device.type != "cuda":
         return SKIPPED, "a CPU has no caching allocator"
     training = (LARGER if kind == "reserved" else _TRANSFORMER).train(device)
-    training.step()  # creates optimizer states
-    gc.collect()  # tensors of others in this process that go meanwhile would look like those of the step
+    # Creates optimizer states. Tensors of others in this process that go meanwhile would look like those of the step.
+    training.step()
+    gc.collect()
     planned = plan(training.model, training.step, memory_budget=_budget(training), progress=False, group=False)
     if kind == "reserved":
         predicted, measured = planned.predicted_reserved_bytes, _reserved(training, planned)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from graphckpt.rules import Segments
 
+# Enough for a joined run, an excluded child and layers beside both.
 NUM_LAYERS = 4
 _B, _T, _D, _HEADS, _VOCABULARY = 4, 64, 64, 4, 256
 
@@ -76,6 +77,7 @@ class Subject:
 
     def train(self, device: torch.device, **settings: Any) -> Training:
         """Builds it, always with the same weights, batch and RNG state; ``settings`` are those of AdamW."""
+        # On the CPU, so that all devices get the same weights; the second seed is that of the random numbers of dropout.
         torch.manual_seed(0)
         model = self.build().to(device).train()
         batch = self.batch().to(device)
@@ -128,6 +130,7 @@ def _transformer(width: int = _D) -> nn.Module:
 
 
 def _convolutional() -> nn.Module:
+    # Statistics that move, an op in place, and dropout of whole channels: each is recomputed in a way of its own.
     layers = [
         _Residual(
             nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Dropout2d(0.1),
@@ -151,6 +154,7 @@ def _tokens(batch: int = _B, length: int = _T) -> Tensor:
     return torch.randint(_VOCABULARY, (batch, length))
 
 
+# With dropout and statistics: what a recomputation gets wrong first is what it draws or counts twice.
 SUBJECTS = (
     Subject("mlp", _mlp, lambda: torch.randn(64, 16), tiles="head"),
     Subject("transformer", _transformer, _tokens, tiles="head"),

@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -83,6 +82,7 @@ def verify(
     with ExitStack() as stack:
         if policies is not None:
             stack.enter_context(apply(model, policies))
+        # Whatever has given them: `policies`, or an `apply` or a plan before.
         wrappers = [wrapper for module in model.modules() if (wrapper := policy_of(module)) is not None]
         if not wrappers:
             what = "expected a model with policies, got one without"
@@ -95,6 +95,7 @@ def verify(
                 result = compare("verify", loop.run, partial(_plain, wrappers), loop.snapshot, steps, _UNSTABLE_FIX)
         finally:
             start.put_back()
+        # Steps that are equal since no policy had an effect would be taken for a proof.
         if _num_calls(wrappers) == num_calls and not any(wrapper.is_in_graph for wrapper in wrappers):
             what = "expected a step_fn that calls blocks with a policy, with gradients on; it called none"
             raise ConfigError(f"verify: {what} · fix: call this model in step_fn, without torch.no_grad()")
@@ -120,6 +121,7 @@ def _checked(model: Any, step_fn: Any, steps: Any, stateful: Any) -> list[Statef
     if is_one or not all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in objects):
         what = f"expected a list of objects with state_dict() and load_state_dict(), got {shown(stateful)}"
         raise ConfigError(f"verify.stateful: {what} · fix: stateful=[scheduler, scaler]")
+    # What has no values yet gets them in the first step, and could not be put back to none.
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
@@ -168,14 +170,18 @@ class _Loop:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Sees each optimizer before its update: its state is to be copied, and its gradients may be freed after it."""
-        seeing = register_multi_grad_hook(self._trained, self._see_gradient, mode="any")
-        with seeing, on_optimizer_step(self._before_update):
+        with ExitStack() as stack:
+            for parameter in self._trained:
+                stack.callback(parameter.register_hook(self._see_gradient).remove)
+            stack.enter_context(on_optimizer_step(self._before_update))
             yield
 
     def _see_gradient(self, _: torch.Tensor) -> None:
         self.has_backward = True
 
     def _before_update(self, optimizer: Optimizer) -> None:
+        # Nobody passes the optimizers: each is known from its first update on, before which its state is still that of
+        # the snapshots, of the start and of the present step.
         for snapshot in self._snapshots:
             snapshot.add(optimizer)
         if optimizer not in self._optimizers:
@@ -184,8 +190,9 @@ class _Loop:
 
     def _present_gradients(self, among: Container[nn.Parameter] | None = None) -> dict[str, torch.Tensor]:
         return {
+            # By the names of the present: a step may replace parameters.
             f"gradient of {name}": parameter.grad.detach().clone()
-            for name, parameter in self._model.named_parameters()  # of the present: a step may replace them
+            for name, parameter in self._model.named_parameters()
             if parameter.grad is not None and (among is None or parameter in among)
         }
 
@@ -198,10 +205,11 @@ class _Loop:
 
     def snapshot(self) -> StepState:
         state = self._state(self._stateful, reached_by(self._step_fn, self._model, self._restore, "verify"))
-        self._snapshots = [*self._snapshots[:1], state]  # of the start, and of the present step
+        self._snapshots = [*self._snapshots[:1], state]
         return state
 
     def _state(self, stateful: Iterable[Stateful] = (), reached: StepReach | None = None) -> StepState:
+        # DDP's reducer cannot be copied, see `model_of`: the names are those that the user's model has in it.
         inner = model_of(self._model)
         state = StepState({"" if inner is self._model else "module": inner}, (), stateful, reached)
         for optimizer in self._optimizers:

@@ -52,8 +52,9 @@ def verify_graph(graph_step: Step, build: Callable[..., Any], call: Callable[[],
             count_replays=lambda: 0 if captures is None else captures.num_replays,
         )
     finally:
+        # Captures would go on with the optimizer states that are there no more.
         if start.put_back() and captures is not None:
-            captures.release()  # they go on with optimizer states that are there no more
+            captures.release()
     return result
 
 
