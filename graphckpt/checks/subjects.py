@@ -77,7 +77,7 @@ class Subject:
 
     def train(self, device: torch.device, **settings: Any) -> Training:
         """Builds it, always with the same weights, batch and RNG state; ``settings`` are those of AdamW."""
-        # On the CPU, so that all devices get the same weights; the second seed is that of the random numbers of dropout.
+        # On the CPU, so that all devices get the same weights; the second seed is that of what dropout draws.
         torch.manual_seed(0)
         model = self.build().to(device).train()
         batch = self.batch().to(device)
