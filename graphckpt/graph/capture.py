@@ -16,7 +16,7 @@ from torch import nn
 
 from graphckpt._compat import abandon_capture, assert_on_device, clear_cublas_workspaces, override_stale_capture_stream
 from graphckpt.errors import ConfigError, GraphckptError, GraphError
-from graphckpt.simulation.fake_device import PACKED, PADDED, swapped_masks
+from graphckpt.simulation.stand_ins import PACKED, PADDED, swapped_masks
 from graphckpt.stores.pinned import streams_of
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState

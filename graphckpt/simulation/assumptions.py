@@ -15,16 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphckpt.simulation.allocations import OpSeconds
+from graphckpt.simulation.op_costs import attention_kernel
 
 _aten = torch.ops.aten
 
-_KERNELS = {
-    _aten._scaled_dot_product_flash_attention: "flash",
-    _aten._scaled_dot_product_flash_attention_for_cpu: "flash",
-    _aten._scaled_dot_product_efficient_attention: "efficient",
-    _aten._scaled_dot_product_cudnn_attention: "cudnn",
-    _aten._safe_softmax: "math",  # nothing else calls it
-}
 _EAGER = "eager (softmax in the model)"
 
 
@@ -64,10 +58,12 @@ class StepObserver:
         return self._op_seconds(func, args, kwargs, result)
 
     def _add_op(self, packet: Any, args: tuple[Any, ...]) -> None:
-        # Attention without a kernel has no op of its own: it is a softmax whose result is multiplied next.
+        # Attention in the code of a model has no op of its own: it is a softmax whose result is multiplied next.
         self._packets.add(packet)
-        if packet in _KERNELS:
-            self._attention.setdefault(_KERNELS[packet])
+        if (kernel := attention_kernel(packet)) is not None:
+            self._attention.setdefault(kernel)
+        elif packet is _aten._safe_softmax:  # nothing else calls it
+            self._attention.setdefault("math")
         elif packet is _aten._softmax and args[0].dim() > 2:
             self._weights = args[0].numel(), args[0].shape[-1]
         elif packet is _aten.bmm and self._weights == (args[0].numel(), args[0].shape[-1]):

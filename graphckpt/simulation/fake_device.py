@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, Self, final
@@ -34,7 +33,7 @@ from graphckpt.simulation.cluster_profile import default_cluster
 from graphckpt.simulation.cuda_kernels import FULL_PRECISION, AttentionCall, dropout, in_full_precision
 from graphckpt.simulation.fake_cluster import FakeCluster
 from graphckpt.simulation.profile import DeviceProfile
-from graphckpt.simulation.stand_ins import StandIns, user_line
+from graphckpt.simulation.stand_ins import PACKED, PADDED, StandIns, swapped_masks, user_line
 from graphckpt.simulation.timeline import Timeline
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
@@ -200,21 +199,6 @@ def _is_elsewhere(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type not in ("cpu", "meta")
     return isinstance(value, str) and value.split(":")[0] == "cuda"
-
-
-PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
-PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
-
-
-@contextmanager
-def swapped_masks(function: Callable[..., Any], *names: str) -> Iterator[None]:
-    """Replaces functions of Transformers' mask code by ``function``, which gets the original as its first argument."""
-    module = sys.modules.get("transformers.masking_utils")
-    with StandIns() as stand_ins:
-        for name in names:
-            if hasattr(module, name):
-                stand_ins.swap(module, **{name: partial(function, getattr(module, name))})
-        yield
 
 
 def _masks_as_eager(stand_ins: StandIns, *, is_padded: bool) -> None:

@@ -14,17 +14,8 @@ from graphckpt.simulation.allocator import round_up
 
 _aten = torch.ops.aten
 
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention: False,
-    _aten._scaled_dot_product_flash_attention_for_cpu: False,
-    _aten._scaled_dot_product_efficient_attention: False,
-    _aten._scaled_dot_product_cudnn_attention: False,
-    _aten._scaled_dot_product_flash_attention_backward: True,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: True,
-    _aten._scaled_dot_product_efficient_attention_backward: True,
-    _aten._scaled_dot_product_cudnn_attention_backward: True,
-}
-"""Attention ops, and whether each is a backward, whose gradient argument precedes query, key and value."""
+FUSED_KERNELS = ("flash", "cudnn", "efficient")
+"""The fused kernels of attention, by the names that profiles have for them."""
 
 _CONVOLUTION = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
 _MAKES_NOTHING = {
@@ -36,10 +27,18 @@ _PRODUCTS = {_aten.mm, _aten.bmm}
 _PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 
 
+@cache
+def attention_kernel(packet: Any) -> str | None:
+    """Returns the fused kernel that an op of attention is, or the backward of one; ``None`` for all other ops."""
+    name = getattr(packet, "__name__", "")
+    return next((kernel for kernel in FUSED_KERNELS if name.startswith(f"_scaled_dot_product_{kernel}_")), None)
+
+
 def kind_of(func: Any) -> str:
     """Returns the name of the efficiency of an op that computes."""
-    packet = func.overloadpacket
-    return "attention" if packet in _ATTENTION else "convolution" if packet in _CONVOLUTION else "matmul"
+    if attention_kernel(func.overloadpacket) is not None:
+        return "attention"
+    return "convolution" if func.overloadpacket in _CONVOLUTION else "matmul"
 
 
 def rate_name(func: Any, args: tuple[Any, ...]) -> str:
@@ -55,9 +54,8 @@ def rate_name(func: Any, args: tuple[Any, ...]) -> str:
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     """Returns the floating point operations of a matrix product, convolution or attention; 0 for all other ops."""
     packet: Any = getattr(func, "overloadpacket", None)
-    is_backward = _ATTENTION.get(packet)
-    if is_backward is not None:
-        return _attention_flops(func, args, kwargs, is_backward)
+    if attention_kernel(packet) is not None:
+        return _attention_flops(func, args, kwargs)
     if packet is _aten._grouped_mm:
         one, other, *_ = args
         products = one.shape[0] if one.dim() == other.dim() == 3 else 1  # rows of all groups are counted together
@@ -87,8 +85,10 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     return sum(map(_bytes, arguments)) + written or None
 
 
-def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_backward: bool) -> float:
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Two matrix products over all pairs of positions, five in backward; a causal kernel skips half of the pairs."""
+    # Of a backward the gradient precedes query, key and value.
+    is_backward = func.overloadpacket.__name__.endswith("_backward")
     query, key, value = args[is_backward : is_backward + 3]
     pairs = prod(query.shape[:-1]) * key.shape[-2]
     q_width, v_width = query.shape[-1], value.shape[-1]

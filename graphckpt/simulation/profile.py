@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.extras import LazyPackage
 from graphckpt.simulation.allocator import round_up
-from graphckpt.simulation.op_costs import cuda_temporary_bytes, flops_of, kind_of, moved_bytes, rate_name
+from graphckpt.simulation.op_costs import FUSED_KERNELS, cuda_temporary_bytes, flops_of, kind_of, moved_bytes, rate_name
 from graphckpt.simulation.profile_files import is_number, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes, parse_bytes
 
@@ -34,7 +34,7 @@ _FROM_ZERO_ON = (
 _LEAST_MEMORY = 2**20
 _CUDA_CONTEXT_BYTES = 512 * 2**20
 """Bytes of the context of a device without a measurement. Published are up to 876 MiB, and 1,343 with CUDA 11.2."""
-_KERNELS = ("flash", "cudnn", "efficient", "math")
+_KERNELS = (*FUSED_KERNELS, "math")
 
 
 @final

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NoReturn, final
@@ -44,6 +44,24 @@ class StandIns(ExitStack):
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(name) is original:
                 self.swap(module, **{name: call})
+
+
+PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
+PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
+
+
+@contextmanager
+def swapped_masks(function: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Replaces functions of Transformers' mask code by ``function``, which gets the original as its first argument.
+
+    They read values, which neither fake tensors have nor those of a capture.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    with StandIns() as stand_ins:
+        for name in names:
+            if hasattr(module, name):
+                stand_ins.swap(module, **{name: partial(function, getattr(module, name))})
+        yield
 
 
 def refusal(name: str, fix: str = "leave it out, or plan with real ranks by torchrun") -> Callable[..., NoReturn]:

@@ -20,12 +20,12 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphckpt.errors import ConfigError
+from graphckpt.simulation.op_costs import attention_kernel
 from graphckpt.simulation.profile import DeviceProfile
 from graphckpt.units import format_bytes, format_seconds
 
 _MIB = 2**20
 _MIN_RUNS = 3
-_KERNELS = ("flash", "cudnn", "efficient")
 # Of 256 x 256 in float16: a simulated or very slow device, on which one of 4096 x 4096 would take 4 s.
 _SLOW_PRODUCT_SECONDS = 1e-3
 _MAX_PRODUCTS = 64
@@ -222,8 +222,8 @@ class CudaBenchmark(DeviceBenchmark):
         for tensor, bias in ((query, None), (query, mask), (wide, None)):
             with _flop_counter() as counter:
                 F.scaled_dot_product_attention(tensor, tensor, tensor, attn_mask=bias)
-            ops = counter.get_flop_counts()["Global"]
-            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in str(op) for op in ops)))
+            kernels = map(attention_kernel, counter.get_flop_counts()["Global"])
+            order.update(dict.fromkeys(kernel for kernel in kernels if kernel is not None))
         rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
         return (*order, *rest, "math")
 
