@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import final
@@ -12,6 +13,7 @@ _log = logging.getLogger("graphckpt")
 _WARNED: set[str] = set()
 _NUMBER = re.compile(r"\d+")
 _LINE = 100  # characters
+_LINES_OF_TRACEBACK = 10
 NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"
 _LITERALS = {"true": True, "false": False, "none": None}
 
@@ -90,6 +92,19 @@ def warn_once(block: str, text: str) -> None:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of its class if it has none."""
     return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+def drop_frames(error: BaseException, where: str) -> None:
+    """Frees what the traceback of an error holds, such as the tensors of a step; a note keeps the last lines.
+
+    The frames themselves go, not only their variables: a frame holds its function, and that the variables of the one
+    around it, such as the inputs of a module with hooks.
+    """
+    error.add_note(f"{where}:\n" + "".join(traceback.format_tb(error.__traceback__)[-_LINES_OF_TRACEBACK:]))
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
 
 
 def shown(value: object) -> str:

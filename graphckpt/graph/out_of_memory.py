@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.errors import ConfigError, first_line
+from graphckpt.errors import ConfigError, drop_frames, first_line
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import tensors_in
 
@@ -26,7 +25,6 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-_LINES_OF_TRACEBACK = 10
 _PHRASES = (
     *("can't allocate memory", "not enough memory", "bad_alloc"),  # the CPU allocators raise RuntimeErrors
     # So does CUDA outside of PyTorch's allocator: when it loads a kernel, or a library allocates its workspace.
@@ -177,16 +175,8 @@ def describe_policies(names: Iterable[str]) -> str:
 
 
 def _free(step: Step, error: BaseException) -> None:
-    """Frees the memory of the failed step: the frames of its traceback, captures, and unused blocks of the allocator.
-
-    The frames themselves go too, not only their variables: a frame holds its function, and that the variables of the
-    one around it, such as the inputs of a module with hooks. A note keeps the last lines.
-    """
-    error.add_note("where memory ran out:\n" + "".join(traceback.format_tb(error.__traceback__)[-_LINES_OF_TRACEBACK:]))
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
+    """Frees the memory of the failed step: that of its traceback, captures, and unused blocks of the allocator."""
+    drop_frames(error, "where memory ran out")
     if step.captured is not None:
         step.captured.release()
     gc.collect()

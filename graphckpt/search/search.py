@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from traceback import clear_frames
 from typing import Generic, TypeAlias, TypeVar, final
 
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, drop_frames
 from graphckpt.progress import Progress
 
 _Configuration = TypeVar("_Configuration", bound=Hashable)
@@ -30,7 +29,7 @@ class Search(Generic[_Configuration, _Result]):
         run: Returns the result of a configuration.
         skips: Whether an error of ``run`` is one of the configuration, which then has no result. Any other error is
             one of the program, and ends the search.
-        where: Names a configuration in a note of such an error.
+        where: Names a configuration in a note of an error.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Search(Generic[_Configuration, _Result]):
                 if not self._skips(error):
                     error.add_note(self._where(configuration))
                     raise
-                clear_frames(error.__traceback__)  # whose variables hold the tensors of the step that has failed
+                drop_frames(error, self._where(configuration))  # later configurations need their memory
                 self.errors[configuration] = error
         return self.results.get(configuration)
 

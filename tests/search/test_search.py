@@ -49,13 +49,20 @@ def test_an_error_that_is_kept_holds_nothing_of_the_step() -> None:
     def run(size: int) -> int:
         activation = Activation()
         alive.append(weakref.ref(activation))
-        raise MemoryError
 
-    search: Search[int, int] = Search(run, skips=lambda error: isinstance(error, MemoryError), where=str)
+        def backward() -> None:
+            raise MemoryError(str(activation))
+
+        backward()
+        return size
+
+    search: Search[int, int] = Search(run, skips=lambda error: isinstance(error, MemoryError), where="at {}".format)
     assert search.result(1) is None
     gc.collect()
     assert alive[0]() is None
-    assert search.errors[1].__traceback__ is not None
+    (note,) = search.errors[1].__notes__
+    assert note.startswith("at 1:")
+    assert "in backward" in note
 
 
 def test_what_a_bound_rules_out_never_runs() -> None:
