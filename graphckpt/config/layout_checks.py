@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from graphckpt.blocks.select import marked_layers
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.errors import ConfigError
-from graphckpt.search.layout_result import Layout
+from graphckpt.search.layouts import Layout, StateBytes, crosses_nodes
 from graphckpt.simulation.cluster_profile import ClusterProfile
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile
@@ -32,55 +32,6 @@ _SAVED_BYTES = 34  # per token, channel and layer, in 16 bits with a fused atten
 _MOVED_BYTES = 300  # per token, channel and layer, by norms and residuals in 32 bits, in forward and backward
 _RECOMPUTATION = 4 / 3  # a forward is a third of a step
 _ALL: Stages = (("",),)  # of one stage, which is the model
-
-
-class StateBytes(NamedTuple):
-    """The bytes of weights, gradients and optimizer states."""
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-
-    def divided(self, parts: int) -> StateBytes:
-        return StateBytes(*(num_bytes // parts for num_bytes in self))
-
-    @classmethod
-    def sum_of(cls, values: Iterable[StateBytes]) -> StateBytes:
-        """Returns the sums.
-
-        >>> StateBytes.sum_of([StateBytes(1, 2, 3), StateBytes(10, 20, 30)])
-        StateBytes(weights=11, gradients=22, optimizer=33)
-        """
-        return cls(*map(sum, zip(cls(), *values, strict=True)))
-
-    def least_of_rank(self, zero_stage: int, num_ranks: int, accumulation: int) -> int:
-        """Returns the bytes that are alive at the same time on one of the data-parallel ranks, at least.
-
-        FSDP2 gathers the weights of stages 1 and 2 for all micro-batches of an update, besides their shards. Gradients
-        of stage 1 are full before the last micro-batch; with one micro-batch they are sharded layer by layer.
-
-        >>> states = StateBytes(weights=8, gradients=8, optimizer=16)
-        >>> [states.least_of_rank(stage, 8, accumulation=2) for stage in range(4)]
-        [32, 19, 12, 4]
-        """
-        if zero_stage == 0:
-            return sum(self)
-        if zero_stage == 3:
-            return sum(self) // num_ranks
-        gradients = self.gradients if zero_stage == 1 else self.gradients // num_ranks
-        between = gradients if accumulation > 1 else 0
-        return self.weights + (self.weights + self.optimizer) // num_ranks + between
-
-
-def crosses_nodes(layout: Layout, ranks_per_node: int) -> bool:
-    """Whether the ranks of a tensor-parallel group are on several nodes.
-
-    >>> crosses_nodes(Layout(1, 16), 8), crosses_nodes(Layout(8, 8), 8), crosses_nodes(Layout(2, 3), 4)
-    (True, False, True)
-    """
-    size = layout.tensor_parallel_size
-    firsts = range(0, layout.num_ranks, size)
-    return any(first // ranks_per_node != (first + size - 1) // ranks_per_node for first in firsts)
 
 
 @final

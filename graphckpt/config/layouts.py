@@ -1,32 +1,29 @@
 """Compares layouts of a run over the ranks of a cluster: sizes of data, tensor and pipeline parallelism, and ZeRO.
 
-Arithmetic rules most of them out, and the most to_simulate of the others are simulated: ``graphckpt fit --world-size``.
+Arithmetic rules most of them out, and the most promising of the others are simulated: ``graphckpt fit --world-size``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from graphckpt.config.layout_checks import LayoutChecks
 from graphckpt.config.source import ConfigSource
-from graphckpt.errors import ConfigError, PlanError, bullets, did_you_mean, first_line
+from graphckpt.errors import ConfigError, PlanError, bullets, first_line
 from graphckpt.planning.options import Budget, absent_memory, budget_bytes, check_budget
 from graphckpt.search.layout_result import (
-    Layout,
     LayoutComparison,
     LayoutRow,
     SkippedLayout,
     StagePlan,
-    ZeroStage,
     option_overrides,
     size_overrides,
 )
+from graphckpt.search.layouts import Layout, layouts_of, parse_layout
 from graphckpt.search.search import Search
 from graphckpt.simulation.cluster_profile import Cluster
 from graphckpt.simulation.fake_cluster import cluster_of
@@ -40,54 +37,6 @@ if TYPE_CHECKING:
 
 MOST_SIMULATED = 12
 """The number of layouts that are simulated; one of billions of parameters takes about a minute."""
-
-_NAMES = {
-    "dp": "data_parallel_size",
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "zero": "zero_stage",
-}
-_FIX = 'fix: "dp=8 tp=8 zero=3"'
-
-
-def layouts_of(world_size: int) -> list[Layout]:
-    """Returns all layouts of so many ranks, each with every stage of ZeRO.
-
-    >>> [str(layout) for layout in layouts_of(2)[::4]], len(layouts_of(64))
-    (['pp=2', 'tp=2', 'dp=2'], 112)
-    """
-    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    pairs = [(dp, tp) for dp, tp in product(divisors, divisors) if world_size % (dp * tp) == 0]
-    return [Layout(dp, tp, world_size // (dp * tp), stage) for dp, tp in pairs for stage in get_args(ZeroStage)]
-
-
-def parse_layout(text: str, world_size: int) -> Layout:
-    """Reads a layout such as ``"dp=8 tp=8 zero=3"``. A size that is missing is 1, and the stage of ZeRO 0.
-
-    Raises:
-        ConfigError: a name or a number cannot be used, or the product of the sizes is not ``world_size``.
-
-    >>> parse_layout("tp=8 dp=8 zero=3", 64) == Layout(8, 8, zero_stage=3)
-    True
-    """
-    where = f"layout {text!r}"
-    values: dict[str, Any] = {}
-    for word in re.split(r"[\s,]+", text.strip()):
-        name, _, number = word.partition("=")
-        if name not in _NAMES:
-            hint = did_you_mean(name, list(_NAMES))
-            raise ConfigError(f"{where}: expected sizes of dp, tp, pp and zero, got {word!r}{hint} · {_FIX}")
-        low, high = (0, 3) if name == "zero" else (1, world_size)
-        if not re.fullmatch(r"\d{1,9}", number) or not low <= int(number) <= high:
-            raise ConfigError(f"{where}: {name}: expected an int from {low} to {high}, got {number!r} · {_FIX}")
-        if _NAMES[name] in values:
-            raise ConfigError(f"{where}: expected {name} once, got it twice · {_FIX}")
-        values[_NAMES[name]] = int(number)
-    layout = Layout(**values)
-    if layout.num_ranks != world_size:
-        what = f"expected sizes whose product is the world size {world_size}, got {layout.num_ranks}"
-        raise ConfigError(f"{where}: {what} · fix: change dp, tp or pp, or the world size")
-    return layout
 
 
 def compare_layouts(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from graphckpt.ledger.table import WIDTH, Column, bullet, bytes_or_dash, show, t
 from graphckpt.planning.options import Budget
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.search.fit_result import policy_counts
+from graphckpt.search.layouts import Layout
 from graphckpt.search.search import pareto
 from graphckpt.simulation.cluster_profile import ClusterProfile, cluster_note
 from graphckpt.units import format_bytes, format_rate, format_seconds
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from graphckpt.planning.plan import Plan
-
-ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 
 _NAMED = 5  # layouts that a line names; it counts the others
 _NUMBER = re.compile(r"\d[\d.]*( [KMGTP]?i?B)?")
@@ -38,55 +37,6 @@ _COLUMNS = (
     ),
 )
 _SECTION = "train.activation_checkpoint"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A division of the ranks of a run among the kinds of parallelism.
-
-    >>> str(Layout(8, 8, zero_stage=3)), str(Layout(8, 1, 2))
-    ('dp=8 tp=8 zero=3', 'dp=8 pp=2')
-    """
-
-    data_parallel_size: int = 1
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    zero_stage: ZeroStage = 0
-    """The stage of ZeRO, by FSDP2 over the data-parallel ranks; 0 is none."""
-
-    def __str__(self) -> str:
-        """Returns the sizes above 1, as ``--layout`` takes them."""
-        named = zip(("dp", "tp", "pp"), self.sizes, strict=True)
-        sizes = [f"{name}={size}" for name, size in named if size > 1]
-        return " ".join([*sizes, *([f"zero={self.zero_stage}"] if self.zero_stage else [])]) or "dp=1"
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The sizes of data, tensor and pipeline parallelism."""
-        return self.data_parallel_size, self.tensor_parallel_size, self.pipeline_parallel_size
-
-    @property
-    def num_ranks(self) -> int:
-        """The product of the sizes."""
-        dp, tp, pp = self.sizes
-        return dp * tp * pp
-
-    def overrides(self) -> list[str]:
-        """Returns the overrides that set the layout in a config."""
-        stage = [f"train.zero_optimization.stage={self.zero_stage}"] if self.zero_stage else []
-        return [
-            f"train.dist.data_parallel_size={self.data_parallel_size}",
-            f"train.dist.tensor_parallel_size={self.tensor_parallel_size}",
-            f"train.dist.pipeline_parallel_size={self.pipeline_parallel_size}",
-            f"train.zero_optimization.enabled={self.zero_stage > 0}",
-            *stage,
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        names = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "zero_stage")
-        return {"layout": str(self), **{name: getattr(self, name) for name in names}}
 
 
 class StagePlan(NamedTuple):

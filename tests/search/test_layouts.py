@@ -13,11 +13,12 @@ from helpers.thinning import slow_unless
 
 from graphckpt.cli import main
 from graphckpt.config import layouts as layouts_module
-from graphckpt.config.layout_checks import LayoutChecks, StateBytes
-from graphckpt.config.layouts import compare_layouts, layouts_of, parse_layout
+from graphckpt.config.layout_checks import LayoutChecks
+from graphckpt.config.layouts import compare_layouts
 from graphckpt.config.source import ConfigSource
 from graphckpt.errors import ConfigError, PlanError
-from graphckpt.search.layout_result import Layout, LayoutComparison
+from graphckpt.search.layout_result import LayoutComparison
+from graphckpt.search.layouts import Layout, StateBytes, layouts_of, parse_layout
 from graphckpt.simulation.cluster_profile import load_cluster
 from graphckpt.simulation.profile import load_profile
 
