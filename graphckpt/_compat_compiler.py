@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from operator import getitem
 from typing import Any, TypeVar
 
@@ -12,6 +11,8 @@ from torch._C._dynamo import eval_frame
 from torch.fx import traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+
+from graphckpt.undo import Undo, scope
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -82,8 +83,8 @@ def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | No
 # compiler's cache has from elsewhere may have been compiled without marks: that cache is left out.
 
 
-@contextmanager
-def saving(share: float) -> Iterator[None]:
+@scope
+def saving(undo: Undo, share: float) -> Iterator[None]:
     """Makes compiled code save a share of the bytes that the compiler saves by default, and the same random numbers.
 
     The knob is one of the process, and private; the public way, from torch 2.13 on, is a prototype.
@@ -98,12 +99,13 @@ def saving(share: float) -> Iterator[None]:
         saved = choose(graph, info, memory_budget=memory_budget)
         return list(dict.fromkeys(each for node in saved for each in _results(node)))
 
+    settings = {"activation_memory_budget": max(share, _LEAST), "enable_autograd_cache": False}
+    undo += [(setattr, (config, name, getattr(config, name))) for name in settings]
+    undo.append((setattr, (partitioners, "choose_saved_values_set", choose)))
     partitioners.choose_saved_values_set = choose_with_marks  # type: ignore[assignment]
-    try:
-        with config.patch(activation_memory_budget=max(share, _LEAST), enable_autograd_cache=False):
-            yield
-    finally:
-        partitioners.choose_saved_values_set = choose
+    for name, value in settings.items():
+        setattr(config, name, value)
+    yield
 
 
 def _results(node: Any) -> list[Any]:

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphckpt.undo import Undo, scope
+
 TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 """The name in `torch.nn.init` of what all imports of `trunc_normal_` call. It draws until all values are in bounds."""
 
@@ -30,18 +32,16 @@ OF_DEVICE = torch.ops.prim.device.default
 """The op of a C++ read of the device of a fake tensor: two out of three dispatches of a fake step."""
 
 
-@contextmanager
-def own_device_modules() -> Iterator[None]:
+@scope
+def own_device_modules(undo: Undo) -> Iterator[None]:
     """Empties the cache of ``torch.get_device_module`` at the start and the end.
 
     Where devices are simulated, ``"cuda"`` is the CPU, and PyTorch would take it for that from then on.
     """
     clear: Callable[[], None] = getattr(torch.get_device_module, "cache_clear", lambda: None)
+    undo.append((clear, ()))
     clear()
-    try:
-        yield
-    finally:
-        clear()
+    yield
 
 
 _aten = torch.ops.aten
@@ -299,8 +299,8 @@ def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
             mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
 
 
-@contextmanager
-def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
+@scope
+def backward_within(undo: Undo, mode: AbstractContextManager[Any]) -> Iterator[None]:
     """Runs the nodes of every backward within a torch function mode, which backward itself sets aside."""
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -308,8 +308,6 @@ def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
         with mode:
             return run(*args, **kwargs)
 
+    undo.append((setattr, (torch.autograd, "_engine_run_backward", run)))
     torch.autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -13,36 +13,42 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt.undo import Undo, scope
+
 ResizeListener = Callable[[torch.UntypedStorage], None]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # the collector may end a scope at any moment
 _listeners: list[ResizeListener] = []
 _uninstall: list[Callable[[], None]] = []
 """Removes the replacement of ``resize_`` while there is one."""
 
 
-@contextmanager
-def resizes_reported_to(listener: ResizeListener) -> Iterator[None]:
+@scope
+def resizes_reported_to(undo: Undo, listener: ResizeListener) -> Iterator[None]:
     """Calls ``listener`` with each storage that ``UntypedStorage.resize_`` resizes, in any thread, right after it.
 
     FSDP frees and gathers weights so, and no dispatch mode sees it. PyTorch's ``MemTracker`` replaces the method
     as well, for want of a hook. The method is PyTorch's again once the last listener has left.
     """
+
+    def end() -> None:
+        with _lock:
+            if listener in _listeners:
+                _listeners.remove(listener)
+            if not _listeners and _uninstall:
+                _uninstall[0]()
+                _uninstall.clear()
+
+    undo.append((end, ()))
     with _lock:
         if not _listeners:
-            _uninstall.append(_report_resizes())
+            _report_resizes()
         _listeners.append(listener)
-    try:
-        yield
-    finally:
-        with _lock:
-            _listeners.remove(listener)
-            if not _listeners:
-                _uninstall.pop()()
+    yield
 
 
-def _report_resizes() -> Callable[[], None]:
-    """Replaces ``UntypedStorage.resize_``; returns a function that restores it."""
+def _report_resizes() -> None:
+    """Replaces ``UntypedStorage.resize_``."""
     storage_class: Any = torch.UntypedStorage
     other = vars(storage_class).get("resize_")  # a replacement by another program; PyTorch's is in a base class
     resize = storage_class.resize_
@@ -61,8 +67,8 @@ def _report_resizes() -> Callable[[], None]:
         else:
             storage_class.resize_ = other
 
+    _uninstall[:] = [uninstall]
     storage_class.resize_ = resize_
-    return uninstall
 
 
 @final

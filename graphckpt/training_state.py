@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, final
 from weakref import ref
@@ -12,13 +11,15 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt._compat import set_grad_enabled
+from graphckpt.blocks.hooks import add_optimizer_hook
+from graphckpt.engine.execution import put_surroundings_back, surroundings
 from graphckpt.engine.objects import ABSENT, CONTAINERS, Objects, differs, fill
 from graphckpt.reached import StepReach, model_of
 from graphckpt.thread_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.tree import ATOMS
-from graphckpt.undo import Undo
+from graphckpt.undo import Undo, scope
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -230,14 +231,19 @@ def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tenso
             yield from _tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-@contextmanager
-def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
+@scope
+def on_optimizer_step(undo: Undo, see: Callable[[Optimizer], None]) -> Iterator[None]:
     """Calls ``see`` with each optimizer before it steps."""
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
-    try:
-        yield
-    finally:
-        hook.remove()
+    add_optimizer_hook(undo, lambda optimizer, *_: see(optimizer))
+    yield
+
+
+@scope
+def keeping_surroundings(undo: Undo) -> Iterator[None]:
+    """Puts back, in the end, what contexts of PyTorch may leave in the thread if an interrupt comes at their exit."""
+    undo.append((put_surroundings_back, (surroundings(),)))
+    undo.append((set_grad_enabled, (torch.is_grad_enabled(),)))
+    yield
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:

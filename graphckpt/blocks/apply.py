@@ -25,6 +25,7 @@ from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.groups import group_names
 from graphckpt.rules.base import Rule, parse_rule
+from graphckpt.undo import Ending
 from graphckpt.yaml_text import compose
 
 if TYPE_CHECKING:
@@ -101,8 +102,10 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def _exit(self, *_: object) -> None:
         self.remove()
+
+    __exit__ = Ending(_exit, _exit)
 
 
 def apply(

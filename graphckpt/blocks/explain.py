@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from graphckpt._compat import is_checkpoint_wrapper, is_transformed
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.blocks.compiled import share_of
 from graphckpt.blocks.forward import BlockForward, WatchedForward, checkpoints_itself, policy_of
-from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.blocks.hooks import add_hook, add_optimizer_hook, add_pre_hook
 from graphckpt.blocks.resolve import ResolvedPolicies
 from graphckpt.blocks.select import has_forward, layers
 from graphckpt.engine.sampling import without_value_checks
@@ -34,6 +32,7 @@ from graphckpt.rules.selective import Selective
 from graphckpt.rules.tiles import Tiles
 from graphckpt.stores.base import Traffic
 from graphckpt.tree import tensors_in
+from graphckpt.undo import Undo, enter, put_back, scope
 from graphckpt.units import format_bytes
 
 _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
@@ -57,7 +56,7 @@ class StepRecorder:
         self._policies = policies
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
-        self._record = ExitStack()  # in progress, without measuring
+        self._record: Undo = []  # ends the one in progress, without measuring
         self._is_waiting = False  # for the forward to record
         self._recorded: list[BlockForward] = []  # the wrappers whose modules were in the model then
         self._is_measuring = False
@@ -66,8 +65,8 @@ class StepRecorder:
         self.advice: Callable[[Sequence[str]], str] = _advice
         """Says how to make blocks of these names keep everything, in the words in which policies were set."""
 
-    @contextmanager
-    def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    @scope
+    def measure(self, undo: Undo, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         if self._is_measuring:  # within the step that is being measured
             yield
             return
@@ -91,35 +90,38 @@ class StepRecorder:
         def see_end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
             live.use(tensors_in((args, kwargs)))
 
-        with ExitStack() as stack:
-            stack.enter_context(without_value_checks())
-            self._is_measuring = True
-            stack.callback(setattr, self, "_is_measuring", False)
-            stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
-            stack.enter_context(self._rows_for_modules(recorder))
-            stack.enter_context(recorder.watching())
-            name, root = self._roots[0]
-            if not name:  # not of a Graph, which passes its inputs
-                stack.callback(root.register_forward_pre_hook(ModuleHook(see_call), with_kwargs=True).remove)
-                stack.callback(root.register_forward_hook(ModuleHook(see_end), with_kwargs=True).remove)
-            yield
+        enter(undo, without_value_checks())
+        undo.append((setattr, (self, "_is_measuring", False)))
+        self._is_measuring = True
+        add_optimizer_hook(undo, see_optimizer)
+        enter(undo, self._rows_for_modules(recorder))
+        enter(undo, recorder.watching())
+        name, root = self._roots[0]
+        if not name:  # not of a Graph, which passes its inputs
+            add_pre_hook(undo, root, see_call, with_kwargs=True)
+            add_hook(undo, root, see_end, with_kwargs=True)
+        yield
+        put_back(undo)
         live.label(self._gradients(), "gradients")
         for optimizer in new:
             live.label(_state_of(optimizer), "optimizer states")
         recorder.has_optimizer_states = not any(map(_state_of, new))
         self._bytes = recorder
 
-    @contextmanager
-    def time(self, *, checks_values: bool) -> Iterator[Recorder]:
+    @scope
+    def time(self, undo: Undo, *, checks_values: bool) -> Iterator[Recorder]:
         recorder = Recorder()
-        with nullcontext() if checks_values else without_value_checks(), self._rows_for_modules(recorder):
-            yield recorder
+        if not checks_values:
+            enter(undo, without_value_checks())
+        enter(undo, self._rows_for_modules(recorder))
+        yield recorder
+        put_back(undo)
         self._times = recorder
 
     def watch_next_forward(self) -> None:
         """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
         self._is_waiting = True
-        self._record.callback(WatchedForward.watch(self._roots[0][1], self._around_forward))
+        self._record.append((WatchedForward.watch(self._roots[0][1], self._around_forward), ()))
 
     @contextmanager
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -133,7 +135,7 @@ class StepRecorder:
             return
         self._is_waiting = False
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
-        end_forward = self._record.enter_context(self._rows_for_modules(recorder))
+        end_forward = enter(self._record, self._rows_for_modules(recorder))
         try:
             recorder.begin()
             yield
@@ -141,8 +143,8 @@ class StepRecorder:
             recorder.end()
             end_forward()
 
-    @contextmanager
-    def _rows_for_modules(self, recorder: Recorder) -> Iterator[Callable[[], None]]:
+    @scope
+    def _rows_for_modules(self, undo: Undo, recorder: Recorder) -> Iterator[Callable[[], None]]:
         """Has all modules with a row tell the recorder of their calls; yields a function for the end of the forward.
 
         It removes the hooks that backward has no use for: a program may want its modules without any behind its step.
@@ -152,35 +154,34 @@ class StepRecorder:
         for name, what in replaced.items():
             warn_once(name or self.title, what)
         plain = self._plain_modules()
-        hooks: list[tuple[str, RemovableHandle]] = []
+        hooks: list[tuple[str, Callable[[], None]]] = []
         checkpointing = recorder.own_checkpointing = {
             name for name, module in plain if any(map(checkpoints_itself, module.modules()))
         }
         recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
 
         def end_forward() -> None:
-            for name, hook in hooks:
+            for name, remove in hooks:
                 if name not in checkpointing:
-                    hook.remove()
+                    remove()
 
-        try:
-            for wrapper in wrappers:
-                wrapper.context.recorder = recorder
-            while plain:  # emptied: what waits here for the end of the step must not keep the model alive
-                name, module = plain.pop()
-                # Begin first and end in any case: other hooks may run ops, or raise, and calls that nest must pair up.
-                begin = ModuleHook(partial(_ignoring_arguments, recorder.enter_plain, name))
-                end = ModuleHook(partial(_ignoring_arguments, recorder.leave_plain, name))
-                hooks.append((name, module.register_forward_pre_hook(begin, prepend=True)))
-                hooks.append((name, module.register_forward_hook(end, always_call=True)))
-            module = None  # type: ignore[assignment]
-            yield end_forward
-        finally:
+        def end_recording() -> None:
             for wrapper in wrappers:
                 if wrapper.module is not None:  # or `context` would be created for a module that was freed
                     wrapper.context.recorder = None
-            for _, hook in hooks:
-                hook.remove()
+
+        undo.append((end_recording, ()))
+        for wrapper in wrappers:
+            wrapper.context.recorder = recorder
+        while plain:  # emptied: what waits here for the end of the step must not keep the model alive
+            name, module = plain.pop()
+            # Begin first and end in any case: other hooks may run ops, or raise, and calls that nest must pair up.
+            begin = partial(_ignoring_arguments, recorder.enter_plain, name)
+            end = partial(_ignoring_arguments, recorder.leave_plain, name)
+            hooks.append((name, add_pre_hook(undo, module, begin, prepend=True)))
+            hooks.append((name, add_hook(undo, module, end, always_call=True)))
+        module = None  # type: ignore[assignment]
+        yield end_forward
 
     def _replaced(self) -> dict[str, str]:
         """Says of the blocks whose modules are no longer in the model what has become of them."""
@@ -208,7 +209,7 @@ class StepRecorder:
         if self._bytes is not None:
             self._bytes.end()
         self._is_waiting = False
-        self._record.close()
+        put_back(self._record)
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
         recorder = self._bytes

@@ -7,7 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any, TypeAlias, final
 
@@ -26,6 +26,7 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Joined, Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
 from graphckpt.stores.placement import Placement
+from graphckpt.undo import Undo, scope
 
 _FLAG = "gradient_checkpointing"  # an attribute of Transformers' modules: whether they checkpoint themselves
 
@@ -130,6 +131,8 @@ class ForwardWrapper(ABC):
             return
         fields = module.__dict__
         covered = fields.get("forward")
+        if covered is self:
+            return
         if self._is_beneath and covered is not None:  # see Note [Wrappers of other libraries]
             return
         if covered is not self._wrapped:  # another library has wrapped or unwrapped the module since the last time
@@ -452,14 +455,12 @@ def checkpoints_itself(module: nn.Module) -> bool:
     return module.training and bool(module.__dict__.get(_FLAG))
 
 
-@contextmanager
-def disable_checkpointing() -> Iterator[None]:
+@scope
+def disable_checkpointing(undo: Undo) -> Iterator[None]:
     """Runs every forward in the ``with`` block as if no policy were set."""
-    before, _disabled.is_on = _disabled.is_on, True
-    try:
-        yield
-    finally:
-        _disabled.is_on = before
+    undo.append((setattr, (_disabled, "is_on", _disabled.is_on)))
+    _disabled.is_on = True
+    yield
 
 
 def checkpointing_is_off() -> bool:

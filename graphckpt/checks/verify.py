@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from graphckpt._compat import forget_hook
 from graphckpt.blocks.apply import Policies, apply
 from graphckpt.blocks.forward import BlockForward, disable_checkpointing, policy_of
 from graphckpt.blocks.proxy import unwrap
@@ -20,6 +22,7 @@ from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, shown
 from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.training_state import on_optimizer_step
+from graphckpt.undo import Undo, enter, scope
 
 _SAME_BATCH = "let step_fn compute on the same batch in every call, and pass in `stateful` what else it changes"
 _UNSTABLE_FIX = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
@@ -79,9 +82,7 @@ def verify(
     model = unwrap(model)
     objects = _checked(model, step_fn, steps, stateful)
     check_restore(restore, "verify")
-    with ExitStack() as stack:
-        if policies is not None:
-            stack.enter_context(apply(model, policies))
+    with nullcontext() if policies is None else apply(model, policies):
         # Whatever has given them: `policies`, or an `apply` or a plan before.
         wrappers = [wrapper for module in model.modules() if (wrapper := policy_of(module)) is not None]
         if not wrappers:
@@ -133,16 +134,13 @@ def _checked(model: Any, step_fn: Any, steps: Any, stateful: Any) -> list[Statef
     return objects
 
 
-@contextmanager
-def _plain(wrappers: Iterable[BlockForward]) -> Iterator[None]:
+@scope
+def _plain(undo: Undo, wrappers: Sequence[BlockForward]) -> Iterator[None]:
+    undo += [(wrapper.install, ()) for wrapper in reversed(wrappers)]
     for wrapper in wrappers:
         wrapper.uninstall()
-    try:
-        with disable_checkpointing():  # also of what checkpoint() wraps
-            yield
-    finally:
-        for wrapper in wrappers:
-            wrapper.install()
+    enter(undo, disable_checkpointing())  # also of what checkpoint() wraps
+    yield
 
 
 def _num_calls(wrappers: Iterable[BlockForward]) -> int:
@@ -167,14 +165,15 @@ class _Loop:
         self.has_backward = not self._trained
         """Whether a backward has reached a parameter, if any is trained."""
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    @scope
+    def watching(self, undo: Undo) -> Iterator[None]:
         """Sees each optimizer before its update: its state is to be copied, and its gradients may be freed after it."""
-        with ExitStack() as stack:
-            for parameter in self._trained:
-                stack.callback(parameter.register_hook(self._see_gradient).remove)
-            stack.enter_context(on_optimizer_step(self._before_update))
-            yield
+        for parameter in self._trained:
+            hook = partial(self._see_gradient)  # an object of its own, by which it is found
+            undo.append((forget_hook, (ref(parameter), hook)))
+            parameter.register_hook(hook)
+        enter(undo, on_optimizer_step(self._before_update))
+        yield
 
     def _see_gradient(self, _: torch.Tensor) -> None:
         self.has_backward = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -404,11 +404,19 @@ def innermost() -> Execution | None:
 def engine_ops(recorder: Recorder | None = None, block: str = "") -> AbstractContextManager[Any]:
     """Returns a context for ops of the engine's own; with a ``recorder``, they count as copies for ``block``."""
     if recorder is not None:
-        return _paused_and_recorded(recorder, block)
+        return _RecordedOps(recorder, block)
     return modes_paused if is_watched() else _NOTHING  # without a mode there is none to pause
 
 
-@contextmanager
-def _paused_and_recorded(recorder: Recorder, block: str) -> Iterator[None]:
-    with modes_paused, recorder.copying(block):
-        yield
+@final
+class _RecordedOps:  # no generator: it would end the pause once more when it is freed, long after an interrupt
+    def __init__(self, recorder: Recorder, block: str) -> None:
+        self._recorder, self._block = recorder, block
+
+    def __enter__(self) -> None:
+        modes_paused.depth += 1
+        self._recorder.copies_for(self._block)
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.copies_for(None)
+        modes_paused.depth -= 1

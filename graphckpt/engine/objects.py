@@ -7,7 +7,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import cache, lru_cache, partial
 from operator import is_, methodcaller
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from graphckpt.tree import ATOMS
-from graphckpt.undo import Undo
+from graphckpt.undo import Undo, scope
 
 ABSENT: Final = object()
 """Stands for a key that did not exist."""
@@ -375,16 +375,13 @@ def _mapped(function: Callable[[Any], Any], owner: Any, content: Any) -> Any:
     return type(content)(map(function, content)) if isinstance(owner, CONTAINERS) else content
 
 
-@contextmanager
-def replaced(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    before = [(module.__dict__, module.__dict__.get(name, ABSENT)) for module in modules]
-    try:
-        for fields, _ in before:
-            fields[name] = value
-        yield
-    finally:
-        for fields, old in before:
-            set_or_remove(fields, name, old)
+@scope
+def replaced(undo: Undo, modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    for module in modules:
+        fields = module.__dict__
+        undo.append((set_or_remove, (fields, name, fields.get(name, ABSENT))))
+        fields[name] = value
+    yield
 
 
 def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
 from graphckpt.errors import ConfigError, did_you_mean, shown
+from graphckpt.undo import Undo, enter, scope
 
 CHECKS = ("none", "default", "values")
 """The values of ``determinism_check``."""
@@ -86,19 +86,17 @@ class ForcedCheck(NamedTuple):
 forced_check: ContextVar[ForcedCheck | None] = ContextVar("forced_check", default=None)
 
 
-@contextmanager
-def forcing_check(determinism_check: str) -> Iterator[ForcedCheck]:
+@scope
+def forcing_check(undo: Undo, determinism_check: str) -> Iterator[ForcedCheck]:
     """Has each call that begins in this context be checked by ``determinism_check``, ``"none"`` or ``"values"``."""
     forced = ForcedCheck(determinism_check, [])
-    token = forced_check.set(forced)
-    try:
-        yield forced
-    finally:
-        forced_check.reset(token)
+    undo.append((forced_check.set, (forced_check.get(),)))
+    forced_check.set(forced)
+    yield forced
 
 
-@contextmanager
-def without_value_checks() -> Iterator[None]:
+@scope
+def without_value_checks(undo: Undo) -> Iterator[None]:
     """Checks and counts no call that begins in this context: bytes and times are measured in it."""
-    with forcing_check("none"):
-        yield
+    enter(undo, forcing_check("none"))
+    yield

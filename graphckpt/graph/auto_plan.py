@@ -38,6 +38,7 @@ from graphckpt.reached import Restore, check_restore
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import Device, DeviceProfile, load_profile, profile_names
 from graphckpt.tree import flatten_call, inner_tensors
+from graphckpt.undo import Ending
 from graphckpt.units import format_bytes, format_sizes
 
 _ANY_CUDA = "a100-80g"  # for a device without a profile: sizes are the same, times differ by similar factors
@@ -439,14 +440,16 @@ class _GraphPolicies:
 
     def remove(self) -> None:
         """Restores the flags of the blocks; a second call does nothing."""
-        restore, self._restore = self._restore, lambda: None
-        restore()
+        self._restore()
+        self._restore = lambda: None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def _exit(self, *_: object) -> None:
         self.remove()
+
+    __exit__ = Ending(_exit, _exit)
 
 
 def _lower_plan(

@@ -14,13 +14,14 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from graphckpt._compat import abandon_capture, assert_on_device, clear_cublas_workspaces, override_stale_capture_stream
+from graphckpt._compat import abandon_capture, assert_on_device, clear_cublas_workspaces
 from graphckpt.errors import ConfigError, GraphckptError, GraphError
 from graphckpt.simulation.stand_ins import PACKED, PADDED, swapped_masks
 from graphckpt.stores.pinned import streams_of
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import ATOMS, CallShape, tensors_in
+from graphckpt.undo import Undo, enter, scope
 
 CHOICES = ("auto", "cuda_graph", "eager")
 """The values of ``config.capture``."""
@@ -174,7 +175,7 @@ class CudaGraphBackend(CaptureBackend):
     def _run_capture(self, graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> Any:
         # Not `torch.cuda.graph`: when a capture has failed, its exit raises again, which hides the first error and
         # leaves the thread on the stream of the capture.
-        with override_stale_capture_stream(), torch.cuda.stream(self._stream):
+        with _override_stale_capture_stream(), torch.cuda.stream(self._stream):
             has_begun = False
             try:
                 # With "global", the default, what another thread does would make the capture fail: a data loader that
@@ -399,8 +400,8 @@ class AttentionMasks:
     def note(self) -> str | None:
         return _NOTE if self._skips_padding else None
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
+    @scope
+    def observing(self, undo: Undo) -> Iterator[None]:
 
         def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             indices = original(*args, **kwargs)
@@ -413,11 +414,12 @@ class AttentionMasks:
             self._skips_padding |= mask is not None and bool(skips)
             return skips
 
-        with swapped_masks(packed, PACKED), swapped_masks(padded, *PADDED):
-            yield
+        enter(undo, swapped_masks(packed, PACKED))
+        enter(undo, swapped_masks(padded, *PADDED))
+        yield
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
+    @scope
+    def capturing(self, undo: Undo) -> Iterator[None]:
         """Repeats the decisions in the capture. If no step before had packed sequences, the device checks for them."""
 
         def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -431,5 +433,19 @@ class AttentionMasks:
             return tensor is not None and original(tensor)  # before Transformers 5.23 also for a missing mask
 
         finds_none = bool(self._is_packed) and not any(self._is_packed)
-        with swapped_masks(tracing, _TRACING), swapped_masks(packed, *[PACKED] if finds_none else []):
-            yield
+        enter(undo, swapped_masks(tracing, _TRACING))
+        enter(undo, swapped_masks(packed, *[PACKED] if finds_none else []))
+        yield
+
+
+@scope
+def _override_stale_capture_stream(undo: Undo) -> Iterator[None]:
+    """Lets gradients of older steps be added on the stream that records, not on the one that they were made on.
+
+    Public from torch 2.12 on; before, steps that run on the recording's stream from the start need it not.
+    """
+    switch = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if switch is not None:
+        undo.append((switch, (False,)))
+        switch(True)
+    yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -25,6 +25,7 @@ from graphckpt.graph.text import DebugLog, InputCheck
 from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
 from graphckpt.training_state import ModuleTree
 from graphckpt.tree import build_value, flatten_call, flatten_value, inner_tensors, tensors_in
+from graphckpt.undo import Undo, enter, scope
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 
@@ -145,15 +146,16 @@ class Step:
         self._trains = False
         self._wrappers: list[BlockForward] = []
 
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        self._is_measured = True
-        self.setup.is_done = False
-        try:
-            yield
-        finally:
+    @scope
+    def measure(self, undo: Undo) -> Iterator[None]:
+        def end() -> None:
             self._is_measured = False
             self._num_watched = max(self._num_watched, _WATCHED_OPS)
+
+        undo.append((end, ()))
+        self._is_measured = True
+        self.setup.is_done = False
+        yield
 
     def call_with_setup(self, call: StepCall) -> Any:
         """The slow path: sets up, checks inputs or records the step. Later calls go straight to :meth:`call`."""
@@ -235,22 +237,20 @@ class Step:
         if self.captured is not None:
             self.captured.count_steps()
 
-    @contextmanager
-    def with_policies(self, policies: list[BlockForward]) -> Iterator[None]:
-        captured, wrappers = self.captured, self._wrappers
+    @scope
+    def with_policies(self, undo: Undo, policies: list[BlockForward]) -> Iterator[None]:
+        undo += [(setattr, (self, name, getattr(self, name))) for name in ("captured", "_wrappers")]
         self.captured, self._wrappers = None, policies
-        try:
-            yield
-        finally:
-            self.captured, self._wrappers = captured, wrappers
+        yield
 
     def without_captures(self) -> AbstractContextManager[None]:
         return self.with_policies(self._wrappers)
 
-    @contextmanager
-    def without_policies(self) -> Iterator[None]:
-        with self.with_policies([]), disable_checkpointing():
-            yield
+    @scope
+    def without_policies(self, undo: Undo) -> Iterator[None]:
+        enter(undo, self.with_policies([]))
+        enter(undo, disable_checkpointing())
+        yield
 
     def prepare(self) -> None:
         if not self.setup.is_stale:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from graphckpt.checks.comparison import Stateful, StepState, Values, Verification, compare, outputs_of
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.reached import Restore, StepReach, reached_by
+from graphckpt.undo import Undo, scope
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
@@ -66,14 +66,11 @@ def reached_by_graph(graph_step: Step, build: Callable[..., Any], restore: Resto
     return reached_by(build, model, restore, f"{graph_step.name}.{name}", apart_from=others)
 
 
-@contextmanager
-def unchanged(graph_step: Step, reached: StepReach) -> Iterator[None]:
+@scope
+def unchanged(undo: Undo, graph_step: Step, reached: StepReach) -> Iterator[None]:
     """Puts back, in the end, all that steps in the ``with`` block have changed."""
-    start = _state_of(graph_step, reached)
-    try:
-        yield
-    finally:
-        start.put_back()
+    undo.append((_state_of(graph_step, reached).put_back, ()))
+    yield
 
 
 def _state_of(graph_step: Step, reached: StepReach) -> StepState:

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.blocks.hooks import add_hook
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import GraphError
 from graphckpt.graph.capture import modules_of
 from graphckpt.graph.config import GraphConfig
 from graphckpt.tree import flatten_call, flatten_value
+from graphckpt.undo import Undo, put_back, scope
 
 
 @final
@@ -116,24 +117,21 @@ class DebugLog:
         self._only_user = only_user
         self._with_stack = with_stack
 
-    @contextmanager
-    def logging(self, name: str, roots: Mapping[str, nn.Module]) -> Iterator[None]:
+    @scope
+    def logging(self, undo: Undo, name: str, roots: Mapping[str, nn.Module]) -> Iterator[None]:
         begin = time.perf_counter()
         self._say(f"(GRAPH:{name}) start running the step.")
-        hooks: list[Any] = []
         ops: AbstractContextManager[Any] = _OpLog(self) if self.level >= 2 else nullcontext()
         try:
             if self.level >= 1:
                 for path, module in modules_of(roots.items()):
-                    hooks.append(module.register_forward_hook(ModuleHook(partial(self._block, path))))
+                    add_hook(undo, module, partial(self._block, path))
             with ops:
                 yield
         except BaseException as error:
             self._say(f"[ERROR](GRAPH:{name}) run got error: {type(error)} {error}")
             raise
-        finally:
-            for hook in hooks:
-                hook.remove()
+        put_back(undo)
         self._say(f"(GRAPH:{name}) running the step Done! Cost time: {time.perf_counter() - begin:.2f}s.")
 
     def op(self, func: Any, args: Any, output: Any) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
-from graphckpt._compat import forget_half_a_step
+from graphckpt._compat import forget_half_a_step, forget_hook
 from graphckpt.errors import GraphError
+from graphckpt.undo import Undo, scope
 
 TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
 """Returns the norm of the gradients of parameters, of which other processes may hold some."""
@@ -166,8 +167,8 @@ class Update:
         if self.scaler is not None and "System-Train-GradScaler" in state:
             self.scaler.load_state_dict(state["System-Train-GradScaler"])
 
-    @contextmanager
-    def forbidding_steps(self) -> Iterator[None]:
+    @scope
+    def forbidding_steps(self, undo: Undo) -> Iterator[None]:
         """Makes ``optimizer.step()`` an error while ``build`` runs. One call shows whether ``build`` does that."""
 
         def refuse(*_: Any) -> None:
@@ -176,12 +177,10 @@ class Update:
                 "fix: remove it"
             )
 
-        hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in self.optimizers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for optimizer in self.optimizers:
+            undo.append((forget_hook, (ref(optimizer), refuse)))
+            optimizer.register_step_pre_hook(refuse)
+        yield
 
 
 @final
@@ -284,17 +283,13 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-@contextmanager
-def preserve_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
+@scope
+def preserve_grads(undo: Undo, parameters: list[torch.Tensor]) -> Iterator[None]:
     """Does not change the gradients of parameters that no optimizer here has: they belong to another step."""
-    grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
+        undo.append((setattr, (parameter, "grad", parameter.grad)))
         parameter.grad = None  # backward would add to what is there, in place
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
+    yield
 
 
 def clip_grad_norm(

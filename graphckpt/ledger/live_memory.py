@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -16,16 +15,20 @@ from typing import Any, Self, final
 import torch
 
 from graphckpt._compat import (
+    ActiveModes,
+    active_modes,
     active_saved_tensor_hooks,
     call_with_autocast,
     current_backward,
     is_torch_checkpoint,
+    set_active_modes,
     storage_of,
 )
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt._compat_memory import resizes_reported_to
 from graphckpt.ledger.record import Event, TensorLife
 from graphckpt.tree import inner_tensors, storages_of
+from graphckpt.undo import Ending, Undo, enter, put_back
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -95,7 +98,7 @@ class LiveBytes(DispatchMode):
         self._changes: list[tuple[int, str, str]] | None = [] if record_timeline else None
         self._alive: dict[int, _Alive] = {}
         self._depth = 0
-        self._listening = ExitStack()
+        self._listening: Undo = []
         self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract  # one object, for all of them
 
     @property
@@ -107,14 +110,25 @@ class LiveBytes(DispatchMode):
         super().__enter__()
         self._depth += 1
         if self._depth == 1:
-            self._listening.enter_context(resizes_reported_to(self._see_resized))
+            enter(self._listening, resizes_reported_to(self._see_resized))
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def _exit(self, *exc: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self._listening.close()
+            put_back(self._listening)
         super().__exit__(*exc)
+
+    def _before(self) -> tuple[int, ActiveModes]:
+        return self._depth, active_modes()
+
+    def _abandon(self, before: tuple[int, ActiveModes]) -> None:
+        self._depth, modes = before
+        if not self._depth:
+            put_back(self._listening)
+        set_active_modes(modes)
+
+    __exit__ = Ending(_exit, _abandon, _before)
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

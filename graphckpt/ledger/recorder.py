@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, final
@@ -18,7 +18,6 @@ from graphckpt._compat import (
     is_transformed,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    suspended_in_transforms,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt._compat_memory import resizes_reported_to
@@ -26,6 +25,7 @@ from graphckpt.ledger.live_memory import StorageLog, when_gone
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
 from graphckpt.tree import storages_of
+from graphckpt.undo import Undo, enter, put_back, scope
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -76,7 +76,7 @@ class Recorder:
         self._recompute_depth = 0
         self._is_passing_on = False
         self._outer: Any = None  # the hooks around those of this recorder
-        self._suspension = ExitStack()
+        self._suspension: Undo = []  # ends what `begin` has begun beside its hooks
         self._own: list[str] = []  # the part of `own_checkpointing` that is being recomputed
         self.own_checkpointing: set[str] = set()
         """Modules that the model's gradient checkpointing recomputes."""
@@ -101,27 +101,25 @@ class Recorder:
             return hooks[0], hooks[1].unpack
         return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        try:
-            self.begin()
-            with self.live or nullcontext():
-                yield
-        finally:
-            self.end()
+    @scope
+    def watching(self, undo: Undo) -> Iterator[None]:
+        undo.append((self.end, ()))
+        self.begin()
+        with self.live or nullcontext():
+            yield
 
     def begin(self) -> None:
         self._outer = active_saved_tensor_hooks()
         # Only the innermost pair of hooks acts in PyTorch: these are for tensors saved outside of blocks, and pass them
         # on to the pair that was active, such as `save_on_cpu`.
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
-        self._suspension.enter_context(suspended_in_transforms(self._save_plainly, self._give_back))
+        enter(self._suspension, _suspended_in_transforms(self._save_plainly, self._give_back))
         for saved in (self._plain, self._saved):
-            self._suspension.enter_context(resizes_reported_to(saved.resized))
+            enter(self._suspension, resizes_reported_to(saved.resized))
 
     def end(self) -> None:
         """Removes the hooks of :meth:`begin`, if they are still installed."""
-        self._suspension.close()
+        put_back(self._suspension)
         hooks = active_saved_tensor_hooks()
         if hooks is not None and hooks[0] == self._save_plainly:
             pop_saved_tensor_hooks()
@@ -227,17 +225,10 @@ class Recorder:
             self._running[-1][0] if self._recompute_depth else block,
         )
 
-    @contextmanager
-    def copying(self, block: str) -> Iterator[None]:
-        """Marks results of ops as copies for the recomputation of a block, which the plain step does not make."""
-        if self.live is None:
-            yield
-            return
-        self.live.copied = block
-        try:
-            yield
-        finally:
-            self.live.copied = None
+    def copies_for(self, block: str | None) -> None:
+        """Marks results of ops, until ``None``, as copies for a block's recomputation, which the plain step lacks."""
+        if self.live is not None:
+            self.live.copied = block
 
     def _enter(self, block: str) -> None:
         self.order.setdefault(block)
@@ -390,3 +381,42 @@ class SavedBytes:
     def _drop(self, saved: _Saved) -> None:
         if not saved.is_owned():
             self._total.drop(saved.block, saved.num_bytes)
+
+
+_disable_saved_tensor_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+_suspendable: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = []
+
+
+@scope
+def _suspended_in_transforms(
+    undo: Undo, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """Takes these hooks off during transforms of ``torch.func``, which refuse to run within any.
+
+    Each transform disables hooks by one public function, and that is the last moment before its error.
+    """
+
+    def end() -> None:
+        if (pack, unpack) in _suspendable:
+            _suspendable.remove((pack, unpack))
+        if not _suspendable:  # several models may be measured at a time
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensor_hooks
+
+    undo.append((end, ()))
+    _suspendable.append((pack, unpack))
+    torch.autograd.graph.disable_saved_tensors_hooks = _suspend_and_disable
+    yield
+
+
+@contextmanager
+def _suspend_and_disable(error_message: str) -> Iterator[None]:
+    suspended = []
+    while (hooks := active_saved_tensor_hooks()) is not None and hooks in _suspendable:
+        pop_saved_tensor_hooks()
+        suspended.append(hooks)
+    try:
+        with _disable_saved_tensor_hooks(error_message):
+            yield
+    finally:
+        while suspended:
+            push_saved_tensor_hooks(*suspended.pop())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -19,6 +18,7 @@ from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import Offload, parse_offload
 from graphckpt.stores.partition import parse_partition
+from graphckpt.undo import Undo, enter, scope
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
 """Shares of the bytes that the compiler saves by default; plans mix them for values in between."""
@@ -60,13 +60,12 @@ def without_share(value: bool | dict[str, Any] | None) -> bool | dict[str, Any] 
     return None if options is None else {key: value for key, value in options.items() if key != SHARE} or True
 
 
-@contextmanager
-def compiled_forwards(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
+@scope
+def compiled_forwards(undo: Undo, modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
     """Compiles the forward of each module within the ``with`` block, inside of policies that are set there."""
-    with ExitStack() as stack:
-        for module in modules if options is not None else ():
-            stack.enter_context(replaced([module], "forward", CompiledForward(module.forward, options or {})))
-        yield
+    for module in modules if options is not None else ():
+        enter(undo, replaced([module], "forward", CompiledForward(module.forward, options or {})))
+    yield
 
 
 MOST = 4

@@ -13,7 +13,7 @@ neither a dispatch mode nor a synchronization, and includes what kernels allocat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self, final
@@ -28,6 +28,7 @@ from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 from graphckpt.planning.trace import Blocks, StepMarks, TimeMark, seconds_between, time_mark
+from graphckpt.undo import Undo, enter, scope
 
 
 @final
@@ -127,13 +128,13 @@ class LevelMeter(StepMarks):
         self._contexts: list[BlockContext] = []
         self._is_on = False
 
-    @contextmanager
-    def metering(self, blocks: Blocks) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(without_value_checks())
-            stack.enter_context(blocks.marked(self))
-            stack.enter_context(self._counter or nullcontext())
-            stack.callback(self._release_contexts)
+    @scope
+    def metering(self, undo: Undo, blocks: Blocks) -> Iterator[None]:
+        enter(undo, without_value_checks())
+        enter(undo, blocks.marked(self))
+        undo.append((self._release_contexts, ()))
+        undo.append((setattr, (self, "_is_on", False)))
+        with self._counter or nullcontext():
             self._is_on = True
             self._read()
             self._peaks.clear()  # of what was before the update

@@ -22,7 +22,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
-from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.blocks.hooks import add_pre_hook
 from graphckpt.blocks.select import has_forward
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
@@ -59,6 +58,7 @@ from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
 from graphckpt.progress import Progress
 from graphckpt.training_state import on_optimizer_step
 from graphckpt.tree import tensors_in
+from graphckpt.undo import Undo, enter, put_back, scope
 from graphckpt.units import format_sizes
 
 MOST_UPDATES = 8  # until there is a plan that was checked
@@ -150,8 +150,8 @@ class LivePlan:
         self._policies = _ModulePolicies(model, options) if policies is None else policies
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._optimizers: dict[Optimizer, None] = dict.fromkeys(optimizers or ())
-        self._hooks = ExitStack()
-        self._metering = ExitStack()
+        self._hooks: Undo = []
+        self._metering: Undo = []
         self._meter: LevelMeter | None = None
         self._num_states = self._num_updates = self._checks_left = 0
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
@@ -194,13 +194,13 @@ class LivePlan:
 
     def _watch(self) -> None:
         """Registers the hooks that see the optimizers and the inputs of the loop."""
-        self._hooks.enter_context(on_optimizer_step(self._optimizers.setdefault))
+        enter(self._hooks, on_optimizer_step(self._optimizers.setdefault))
         parts = self._blocks[0][0].split(".")
         for name in (".".join(parts[:number]) for number in range(len(parts))):
             module = self._model.get_submodule(name)
             if has_forward(module):
-                watch = ModuleHook(partial(self._before_call, name))
-                self._hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True, prepend=True).remove)
+                watch = partial(self._before_call, name)
+                add_pre_hook(self._hooks, module, watch, with_kwargs=True, prepend=True)
 
     @property
     def checks(self) -> bool:
@@ -243,18 +243,16 @@ class LivePlan:
             self._install([self._base_option] * len(self._blocks))
         return True
 
-    @contextmanager
-    def metering(self) -> Iterator[None]:
+    @scope
+    def metering(self, undo: Undo) -> Iterator[None]:
         """Measures an update that :meth:`begin_update` has begun."""
+        undo.append((put_back, (self._metering,)))
         self._measure()
-        try:
-            yield
-        finally:
-            self._metering.close()
+        yield
 
     def discard_levels(self) -> None:
         """Makes the present update show nothing, as one whose optimizers are skipped."""
-        self._metering.close()
+        put_back(self._metering)
         self._meter = None
 
     def abandon_step(self) -> None:
@@ -286,9 +284,9 @@ class LivePlan:
 
     def close(self) -> None:
         """Removes all policies and hooks."""
-        self._metering.close()
+        put_back(self._metering)
         self._remove_policies()
-        self._hooks.close()
+        put_back(self._hooks)
         self._input_sizes = None
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -331,13 +329,13 @@ class LivePlan:
 
     def _measure(self) -> None:
         """Measures the update from here on."""
-        self._metering.close()
+        put_back(self._metering)
         self._num_states = self._count_states()
         self._meter = LevelMeter(self._device, state_tensors(self._model, self._optimizers))
-        self._metering.enter_context(self._meter.metering(Blocks(self._blocks)))
+        enter(self._metering, self._meter.metering(Blocks(self._blocks)))
 
     def _measured_update(self, sizes: dict[str, int]) -> PlannedUpdate | None:
-        self._metering.close()
+        put_back(self._metering)
         meter, self._meter = self._meter, None
         levels = None if meter is None else meter.update()
         if levels is None or not levels.has_backward:
@@ -516,8 +514,8 @@ class _ModulePolicies(UpdatePolicies):
     def __init__(self, model: nn.Module, options: PlanOptions) -> None:
         self._model = model
         self._code = parse_compile(options.compile, options.candidates)
-        self._installed: dict[int, tuple[nn.Module, int, ExitStack]] = {}
-        """The module, the option and the policy of each block while there is no ``handle``."""
+        self._installed: dict[int, tuple[nn.Module, int, Undo]] = {}
+        """The module and the option of each block while there is no ``handle``, and how to remove its policy."""
         self._head: Handle | None = None
 
     def install(
@@ -535,14 +533,14 @@ class _ModulePolicies(UpdatePolicies):
             if before is not None and before[:2] == (module, turn[number]):
                 continue
             if before is not None:
-                before[2].close()
+                put_back(before[2])
             if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
                 wrapper.uninstall()
             option, store = candidates.options[turn[number]], candidates.stores[turn[number]]
-            stack = ExitStack()
-            stack.enter_context(compiled_forwards([module], self._code.options))
-            stack.enter_context(Blocks([(name, module)]).under([option], [store]))
-            self._installed[number] = module, turn[number], stack
+            undo: Undo = []
+            self._installed[number] = module, turn[number], undo
+            enter(undo, compiled_forwards([module], self._code.options))
+            enter(undo, Blocks([(name, module)]).under([option], [store]))
 
     def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
         self.handle = apply(self._model, dict(policies))
@@ -552,8 +550,8 @@ class _ModulePolicies(UpdatePolicies):
             if handle is not None:
                 handle.remove()
         self.handle = self._head = None
-        for _, _, stack in self._installed.values():
-            stack.close()
+        for _, _, undo in self._installed.values():
+            put_back(undo)
         self._installed.clear()
         for _, module in blocks:
             if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, Unpack
 
@@ -38,7 +38,9 @@ from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import Device, load_profile
 from graphckpt.stores.base import parse_offload
+from graphckpt.training_state import keeping_surroundings
 from graphckpt.tree import storages_of
+from graphckpt.undo import Undo, scope
 from graphckpt.units import format_sizes
 
 
@@ -103,6 +105,7 @@ def plan(
     """
     groups = (options.get("group"), options.get("step_group")) if device is None else (False,)
     with (
+        keeping_surroundings(),
         simulated_rank(world_size, rank, device, cluster) as simulated,
         planning_group(*groups) as group,
     ):
@@ -361,14 +364,10 @@ def head_rows(
     return alternatives
 
 
-@contextmanager
-def frozen_objects() -> Iterator[None]:
+@scope
+def frozen_objects(undo: Undo) -> Iterator[None]:
     """Spares the garbage collector the objects that exist: those of imports cost it a twentieth of the time."""
-    if gc.get_freeze_count():  # another's, which `unfreeze` would end
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    if not gc.get_freeze_count():  # else another's, which `unfreeze` would end
+        undo.append((gc.unfreeze, ()))
+        gc.freeze()
+    yield

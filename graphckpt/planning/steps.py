@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -45,6 +45,7 @@ from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState, on_optimizer_step
 from graphckpt.tree import storages_of
+from graphckpt.undo import Scope, Undo, enter, scope
 
 _OTHERS = -2  # the number of a storage in a trace, beside those that it counts; -1 is one that cannot be tracked
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
@@ -267,23 +268,21 @@ class RealStep:
         reached = reach()
         return self.excluding_own(self._restoring(reached), reached, reach)
 
-    @contextmanager
+    @scope
     def excluding_own(
-        self, restoring: AbstractContextManager[None], reached: StepReach, reach: Callable[[], StepReach]
+        self, undo: Undo, restoring: Scope[None], reached: StepReach, reach: Callable[[], StepReach]
     ) -> Iterator[None]:
         """Enters ``restoring``, and excludes what it allocates, and holds alone, from the peaks of steps within.
 
         ``reach`` finds what the step can change, and has found ``reached``.
         """
+        undo.append((setattr, (self, "_copy_bytes", 0)))
+        undo += [(setattr, (self, "_reach", None)), (setattr, (self, "_first_reached", []))]
         if self.device.type == "cuda":
             self._reach, self._first_reached = reach, [*chain.from_iterable(reached.tensors.values())]
-        try:
-            with ExitStack() as stack:
-                with self._copying():
-                    stack.enter_context(restoring)
-                yield
-        finally:
-            self._copy_bytes, self._reach, self._first_reached = 0, None, []
+        with self._copying():
+            enter(undo, restoring)
+        yield
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -292,8 +291,8 @@ class RealStep:
         yield
         self._copy_bytes += allocated() - before
 
-    @contextmanager
-    def _restoring(self, reached: StepReach) -> Iterator[None]:
+    @scope
+    def _restoring(self, undo: Undo, reached: StepReach) -> Iterator[None]:
         state = TrainingState(
             self._model_tensors(),
             tree=ModuleTree([model_of(self._model)]),
@@ -305,11 +304,9 @@ class RealStep:
             with self._copying():
                 state.add(optimizer)
 
-        try:
-            with on_optimizer_step(add):
-                yield
-        finally:
-            state.restore()
+        undo.append((state.restore, ()))
+        enter(undo, on_optimizer_step(add))
+        yield
 
     def new_trace(self) -> Trace:
         return self._new(Trace)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from time import perf_counter, process_time
@@ -29,11 +29,10 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt._compat import current_backward
+from graphckpt._compat import current_backward, forget_hook
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.blocks.hooks import add_hook, add_optimizer_hook, add_pre_hook
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
@@ -48,6 +47,7 @@ from graphckpt.planning.program import (
 from graphckpt.simulation.allocations import AllocationTrace
 from graphckpt.stores.base import Store
 from graphckpt.tree import flatten_value, tensors_in
+from graphckpt.undo import Undo, scope
 
 
 @final
@@ -71,9 +71,9 @@ class Blocks:
         self.names = [name for name, _ in named]
         self.modules = [module for _, module in named]
 
-    @contextmanager
+    @scope
     def under(
-        self, options: Sequence[Option], stores: Sequence[Store | None], *, learns: bool = True
+        self, undo: Undo, options: Sequence[Option], stores: Sequence[Store | None], *, learns: bool = True
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Installs options and stores; yields a function that removes them for the time of a ``with`` block.
 
@@ -85,41 +85,34 @@ class Blocks:
             for wrapper in reversed(wrappers):
                 wrapper.uninstall()
 
-        @contextmanager
-        def without() -> Iterator[None]:
+        @scope
+        def without(undo: Undo) -> Iterator[None]:
+            undo += [(wrapper.install, ()) for wrapper in reversed(wrappers)]
             uninstall()
-            try:
-                yield
-            finally:
-                for wrapper in wrappers:
-                    wrapper.install()
+            yield
 
-        try:
-            for name, module, option, store in zip(self.names, self.modules, options, stores, strict=True):
-                stored: Any = SimpleNamespace(store=store)
-                compiling = option.fields.get("compile")
-                wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
-                wrapper.context.learns = learns
-                wrapper.is_copied = False  # a teacher that is made in the step does not count
-                wrapper.install()
-                wrappers.append(wrapper)
-            yield without
-        finally:
-            uninstall()
+        undo.append((uninstall, ()))
+        for name, module, option, store in zip(self.names, self.modules, options, stores, strict=True):
+            stored: Any = SimpleNamespace(store=store)
+            compiling = option.fields.get("compile")
+            wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
+            wrapper.context.learns = learns
+            wrapper.is_copied = False  # a teacher that is made in the step does not count
+            wrappers.append(wrapper)
+            wrapper.install()
+        yield without
 
-    @contextmanager
-    def marked(self, marks: StepMarks) -> Iterator[None]:
+    @scope
+    def marked(self, undo: Undo, marks: StepMarks) -> Iterator[None]:
         """Marks where the forwards and backwards of the blocks begin and end.
 
         Hooks of the user run outside of a block, as they do outside of its policy.
         """
-        with ExitStack() as stack:
-            for number, module in enumerate(self.modules):
-                begin, end = ModuleHook(partial(marks.begin_forward, number, stack)), ModuleHook(marks.end_forward)
-                stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(end, prepend=True, always_call=True).remove)
-            stack.callback(register_optimizer_step_pre_hook(marks.begin_optimizer).remove)
-            yield
+        for number, module in enumerate(self.modules):
+            add_pre_hook(undo, module, partial(marks.begin_forward, number, undo), with_kwargs=True)
+            add_hook(undo, module, marks.end_forward, prepend=True, always_call=True)
+        add_optimizer_hook(undo, marks.begin_optimizer)
+        yield
 
 
 class StepMarks:
@@ -163,9 +156,9 @@ class StepMarks:
         return self.log.spans[-1].interval
 
     def begin_forward(
-        self, block: int, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: int, undo: Undo, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Begins the forward of a block; ``stack`` removes the hooks on its parameters."""
+        """Begins the forward of a block; ``undo`` removes the hooks on its parameters."""
         if not torch.is_grad_enabled():
             return
         if self.is_in_block:
@@ -190,7 +183,9 @@ class StepMarks:
                 # With `functional_call` it may be the result of an inner step, as in MAML.
                 leaf = parameter.is_leaf
                 register = parameter.register_post_accumulate_grad_hook if leaf else parameter.register_hook
-                stack.callback(register(partial(self._extend_backward, call)).remove)
+                hook = partial(self._extend_backward, call)
+                undo.append((forget_hook, (ref(parameter), hook)))
+                register(hook)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args

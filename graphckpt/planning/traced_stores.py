@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 from weakref import ref
@@ -18,6 +17,7 @@ from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, pieces_of
+from graphckpt.undo import Undo, scope
 
 _MIN_ELEMENTS = 1024  # of a tensor to offload, as in stores by default
 _MOST_RUNS = 3  # of a step that keeps something new each time
@@ -29,17 +29,14 @@ class RecordingStore(Store):
     trace: Trace | None = None
 
 
-@contextmanager
-def traced(blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
+@scope
+def traced(undo: Undo, blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
     """Traces the step within the ``with`` block, and the bytes in these stores of blocks."""
     for store in stores:
+        undo.append((setattr, (store, "trace", None)))
         store.trace = trace
-    try:
-        with blocks.marked(trace), trace:
-            yield
-    finally:
-        for store in stores:
-            store.trace = None
+    with blocks.marked(trace), trace:
+        yield
 
 
 @final

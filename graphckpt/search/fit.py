@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, Unpack, final
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.blocks.hooks import add_pre_hook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning.options import (
     Budget,
@@ -36,6 +35,8 @@ from graphckpt.simulation.cluster_profile import Cluster
 from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import Device, load_profile
+from graphckpt.training_state import keeping_surroundings
+from graphckpt.undo import Undo, scope
 
 MakeStep: TypeAlias = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
@@ -348,9 +349,9 @@ def _offloads(plan: Plan) -> bool:
     return any(row.moved_bytes for row in plan.rows)
 
 
-@contextmanager
+@scope
 def _gradients_missing_in_forward(
-    model: nn.Module, block: nn.Module, rounded: Callable[[int], int]
+    undo: Undo, model: nn.Module, block: nn.Module, rounded: Callable[[int], int]
 ) -> Iterator[list[int]]:
     """Yields a list of the bytes of gradients that do not exist at each forward of a block, each ``rounded``.
 
@@ -362,11 +363,8 @@ def _gradients_missing_in_forward(
         missing = (p for p in model.parameters() if p.requires_grad and p.grad is None)
         sizes.append(sum(rounded(p.nbytes) for p in missing))
 
-    hook = block.register_forward_pre_hook(ModuleHook(add))
-    try:
-        yield sizes
-    finally:
-        hook.remove()
+    add_pre_hook(undo, block, add)
+    yield sizes
 
 
 @lists_options(FitOptionsDict)
@@ -439,7 +437,7 @@ def fit(
     if plan_options.step_group is not None:
         raise ConfigError("fit: expected step_group=None, since one process runs the step · fix: leave it out")
     plan_options = replace(plan_options, group=False)
-    with simulated_rank(world_size, rank, device, cluster) as simulated:
+    with keeping_surroundings(), simulated_rank(world_size, rank, device, cluster) as simulated:
         machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
 
         def make_sized(size: int, _: int) -> SizedStep:

@@ -7,15 +7,16 @@ They set its peak as much as the model: without a fused kernel attention keeps i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from graphckpt.blocks.hooks import add_optimizer_hook
 from graphckpt.simulation.allocations import OpSeconds
 from graphckpt.simulation.op_costs import attention_kernel
+from graphckpt.undo import Undo, scope
 
 _aten = torch.ops.aten
 
@@ -39,12 +40,11 @@ class StepObserver:
         # Elements and last dimension of the last softmax. It holds no tensor, which would change the peak.
         self._weights: tuple[int, int] | None = None
 
-    @contextmanager
-    def observing_optimizers(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(lambda *_: self._packets.clear()).remove)
-            stack.callback(register_optimizer_step_post_hook(lambda optimizer, *_: self._add_update(optimizer)).remove)
-            yield
+    @scope
+    def observing_optimizers(self, undo: Undo) -> Iterator[None]:
+        add_optimizer_hook(undo, lambda *_: self._packets.clear())
+        add_optimizer_hook(undo, lambda optimizer, *_: self._add_update(optimizer), register_optimizer_step_post_hook)
+        yield
 
     def assumptions(self, autocast: Iterable[torch.dtype]) -> tuple[str, ...]:
         """Returns one phrase each on attention, if there is any, autocast to these types, and optimizers."""

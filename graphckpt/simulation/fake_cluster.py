@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ClassVar, Self, final
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from graphckpt.simulation.fake_stages import simulate_stages
 from graphckpt.simulation.profile import Device, DeviceProfile, load_profile
 from graphckpt.simulation.stand_ins import StandIns, refusal
 from graphckpt.simulation.timeline import bubble_seconds
+from graphckpt.undo import Ending
 
 # By which scripts select their device; PyTorch refuses them without one.
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
@@ -74,7 +75,7 @@ class FakeCluster:
         """Notes for the plans."""
         self.bubble_share = 0.0
         """The idle time of a pipeline stage on the rank, as a share of the rest of its time; stages count as equal."""
-        self._stack = ExitStack()
+        self._stand_ins = StandIns()
 
     def __enter__(self) -> Self:
         if not dist.is_available():
@@ -82,27 +83,32 @@ class FakeCluster:
         if dist.is_initialized():
             what = f"expected no process group in this process, got one of {dist.get_world_size()}"
             raise ConfigError(f"world_size: {what} · fix: plan before init_process_group, or in a separate process")
-        # An error on the way undoes what was done before it.
-        with StandIns() as stand_ins:
-            stand_ins.enter_context(patch.dict(os.environ, self._variables()))
-            _begin_fake_group(stand_ins, self.world_size, self.rank)
-            _read_meshes(stand_ins)
-            stand_ins.enter_context(warnings.catch_warnings())
-            # of a mesh of CPUs, which stands in for one of CUDA devices
-            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-            for name in _CUDA_CALLS:
-                stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
-            stand_ins.replace(torch.cuda.current_device, lambda: self.local_rank)
-            _refuse(stand_ins)
-            simulate_ddp(stand_ins)
-            simulate_stages(stand_ins, self._see_schedule)
-            self._stack = stand_ins.pop_all()
-        FakeCluster.is_entered = True
+        try:
+            self._install(self._stand_ins)
+        except BaseException:
+            self._exit()
+            raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        FakeCluster.is_entered = False
-        self._stack.__exit__(*exc)  # type: ignore[arg-type]
+    def _install(self, stand_ins: StandIns) -> None:
+        stand_ins.swap(FakeCluster, is_entered=True)
+        stand_ins.enter_context(patch.dict(os.environ, self._variables()))
+        _begin_fake_group(stand_ins, self.world_size, self.rank)
+        _read_meshes(stand_ins)
+        stand_ins.enter_context(warnings.catch_warnings())
+        # of a mesh of CPUs, which stands in for one of CUDA devices
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+        for name in _CUDA_CALLS:
+            stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
+        stand_ins.replace(torch.cuda.current_device, lambda: self.local_rank)
+        _refuse(stand_ins)
+        simulate_ddp(stand_ins)
+        simulate_stages(stand_ins, self._see_schedule)
+
+    def _exit(self, *_: object) -> None:
+        self._stand_ins.close()
+
+    __exit__ = Ending(_exit, _exit)
 
     def _see_schedule(self, num_stages: int, num_micro_batches: int) -> None:
         self.bubble_share = bubble_seconds(1.0, num_stages, num_micro_batches)
@@ -166,8 +172,14 @@ def _begin_fake_group(stand_ins: StandIns, world_size: int, rank: int) -> None:
 
     # Swapped by itself, so that it is back at the end: PyTorch replaces it by one that prints the rank.
     stand_ins.swap(sys, excepthook=sys.excepthook)
+    destroy_process_group = dist.destroy_process_group
+
+    def end() -> None:
+        if dist.is_initialized():
+            destroy_process_group()
+
+    stand_ins.callback(end)
     start_fake_group(world_size, rank)
-    stand_ins.callback(dist.destroy_process_group)
     stand_ins.enter_context(own_dtensor_caches())
     # The group of the script is the one that is there, at its begin and after its end.
     stand_ins.replace(dist.init_process_group, lambda *_, **__: None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, Self, final
@@ -39,6 +39,7 @@ from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
 from graphckpt.stores.pinned import HostBuffer
+from graphckpt.undo import Ending
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 
@@ -72,32 +73,46 @@ class FakeDevice:
         self.autocast_dtypes: Iterable[torch.dtype] = self._functions.autocast_dtypes
         """The types to which autocast has cast in steps so far."""
         # A list, as it is reentrant: each `with` undoes what it has done.
-        self._entered: list[ExitStack] = []
+        self._entered: list[StandIns] = []
 
     def __enter__(self) -> Self:
-        with StandIns() as stand_ins:
-            stand_ins.enter_context(own_device_modules())
-            _masks_as_eager(stand_ins, is_padded=self._is_padded)
-            if self.machine.kind == "cuda":
-                _autocast_here(stand_ins)
-                _choose_foreach_optimizers(stand_ins)
-                for target in (Host, Disk):
-                    stand_ins.swap(target, byte_store_for=_absent_store)
-            stand_ins.swap(torch.utils, swap_tensors=self._swap)  # `module.to(...)` calls it
-            # PyTorch draws again until all values are within the bounds. This draws once: fake tensors have no values.
-            stand_ins.swap(
-                torch.nn.init, **{TRUNCATED_NORMAL: torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())}
-            )
-            # Function modes are called before dispatch modes: the overrides choose kernels, and the ops of these run on
-            # fake tensors.
-            stand_ins.enter_context(self._tensors)
-            stand_ins.enter_context(self._functions)
-            stand_ins.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
-            self._entered.append(stand_ins.pop_all())
+        self._entered.append(stand_ins := StandIns())
+        try:
+            self._install(stand_ins)
+        except BaseException:
+            self._exit()
+            raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
+    def _install(self, stand_ins: StandIns) -> None:
+        stand_ins.enter_context(own_device_modules())
+        _masks_as_eager(stand_ins, is_padded=self._is_padded)
+        if self.machine.kind == "cuda":
+            _autocast_here(stand_ins)
+            _choose_foreach_optimizers(stand_ins)
+            for target in (Host, Disk):
+                stand_ins.swap(target, byte_store_for=_absent_store)
+        stand_ins.swap(torch.utils, swap_tensors=self._swap)  # `module.to(...)` calls it
+        # PyTorch draws again until all values are within the bounds. This draws once: fake tensors have no values.
+        stand_ins.swap(torch.nn.init, **{TRUNCATED_NORMAL: torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())})
+        # Function modes are called before dispatch modes: the overrides choose kernels, and the ops of these run on
+        # fake tensors.
+        stand_ins.enter_context(self._tensors)
+        stand_ins.enter_context(self._functions)
+        stand_ins.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
+
+    def _exit(self, *_: object) -> None:
+        self._entered[-1].close()
+        self._entered.pop()
+
+    def _depth(self) -> int:
+        return len(self._entered)
+
+    def _abandon(self, depth: int) -> None:
+        while len(self._entered) > depth:
+            self._exit()
+
+    __exit__ = Ending(_exit, _abandon, _depth)
 
     def new_timeline(self) -> Timeline:
         """Returns what counts the seconds of a step on this device, and on its cluster."""

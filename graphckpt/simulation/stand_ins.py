@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from pathlib import Path
 from traceback import walk_stack
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Self, final
 
+from graphckpt._compat import active_modes, set_active_modes
 from graphckpt.errors import ConfigError
+from graphckpt.undo import Ending, Scope, Undo, enter, put_back, scope
 
 
 @final
-class StandIns(ExitStack):
-    """Stand-ins in the place of functions and other attributes, until the end of the ``with`` block."""
+class StandIns:
+    """Stand-ins in the place of functions and other attributes, until the end of the ``with`` block or ``close()``."""
+
+    def __init__(self) -> None:
+        self._undo: Undo = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def close(self, *_: object) -> None:
+        """Puts back all that was there; a second call does nothing."""
+        put_back(self._undo)
+
+    __exit__ = Ending(close, close)
+
+    def callback(self, function: Callable[..., object], *args: Any) -> None:
+        """Notes a function that puts something back."""
+        self._undo.append((function, args))
+
+    def enter_context(self, manager: AbstractContextManager[Any]) -> None:
+        if isinstance(manager, Scope):
+            enter(self._undo, manager)
+            return
+        self.callback(set_active_modes, active_modes())  # an interrupt may come while a mode is entered or left
+        manager.__enter__()
+        self.callback(manager.__exit__, None, None, None)
 
     def swap(self, owner: Any, **values: Any) -> None:
         """Sets attributes of a module, a class or another object."""
@@ -50,18 +76,19 @@ PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
 PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
 
 
-@contextmanager
-def swapped_masks(function: Callable[..., Any], *names: str) -> Iterator[None]:
+@scope
+def swapped_masks(undo: Undo, function: Callable[..., Any], *names: str) -> Iterator[None]:
     """Replaces functions of Transformers' mask code by ``function``, which gets the original as its first argument.
 
     They read values, which neither fake tensors have nor those of a capture.
     """
     module = sys.modules.get("transformers.masking_utils")
-    with StandIns() as stand_ins:
-        for name in names:
-            if hasattr(module, name):
-                stand_ins.swap(module, **{name: partial(function, getattr(module, name))})
-        yield
+    for name in names:
+        if hasattr(module, name):
+            original = getattr(module, name)
+            undo.append((setattr, (module, name, original)))
+            setattr(module, name, partial(function, original))
+    yield
 
 
 def refusal(name: str, fix: str = "leave it out, or plan with real ranks by torchrun") -> Callable[..., NoReturn]:
