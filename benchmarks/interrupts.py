@@ -37,7 +37,7 @@ from graphckpt._compat import NO_MODES
 from graphckpt.engine.execution import put_surroundings_back
 
 PEER, PLANNING = "torch.utils.checkpoint", "planning"
-SHARE_OF_PLANNING = 20  # a call of it takes as long as a hundred steps
+SHARE_OF_PLANNING = 5  # a call of it takes as long as a hundred steps
 
 
 def under_checkpoint(model: nn.Module) -> None:
