@@ -34,7 +34,6 @@ _NOTHING = nullcontext()
 #                                                                            one again
 #   Python's or NumPy's generator is used    `ModuleState.host_rng_modes`    is recomputed with other numbers
 #   which ops run (of `selective`)           `schedules`, by shapes          keeps what the policy says, and skips no op
-#   the last op saves its output             `ends_with_saved`               takes 25 us more, or runs an op more
 #
 # An example: a linear layer, a BatchNorm and a buffer of 80 KB. `CallState.tensors` are the parameters 0 to 3
 # (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to 7: running_mean, running_var,
@@ -65,7 +64,6 @@ class BlockContext:
         "determinism_check",
         "drawless_modes",
         "early_stop",
-        "ends_with_saved",
         "has_rrelu",
         "is_placed",
         "keeps_on_device",
@@ -73,7 +71,6 @@ class BlockContext:
         "mutated",
         "name",
         "notes",
-        "num_mismatches",
         "on_recomputed",
         "recorder",
         "sampler",
@@ -108,14 +105,10 @@ class BlockContext:
         """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
         self.drawless_modes: set[Modes] = set()
         """The modes in which a recomputation was seen to draw no random numbers, where another thread did."""
-        self.ends_with_saved = False
-        """Whether first calls have shown that the last tensor that autograd saves is the output of the last op."""
         self.mutated: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward modifies in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}
         """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops`."""
-        self.num_mismatches = 0
-        """Calls that did not follow the schedule of an earlier one."""
         self.recorder: Recorder | None = None
         self.on_recomputed: Callable[[], object] | None = None
         """Called at the end of each recomputation, when all that backward needs is there."""

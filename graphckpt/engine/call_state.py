@@ -141,10 +141,6 @@ class CallState:
     """Tensors that the call has modified in place and only a container or an object holds: no copy of them exists."""
 
 
-class _Copied:
-    """Stands in ``CallState.fields`` for a container or an object, which is among the ``object_copies``."""
-
-
 @final
 class _Attributes:
     """What attributes of modules hold before a call."""
@@ -175,7 +171,10 @@ class _Attributes:
         return value
 
     def object(self, module: int, name: str, value: Any) -> Any:
-        """Takes any other value, but a plain one; what it returns does not hold it, if an output may come into it."""
+        """Takes any other value, but a plain one; what it returns does not hold it, if an output may come into it.
+
+        That is ``None`` for what is among the ``object_copies``.
+        """
         is_shape = type(value) is tuple and ATOMS.issuperset(map(type, value))
         is_function = isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
         if is_shape or is_function or layout_of_type(type(value)).is_closed:  # type: ignore[arg-type]
@@ -198,14 +197,13 @@ class _Attributes:
             if copied.attributes is not None:
                 self.reached.append(copied.attributes)
         self.objects.append((module, name, copied))
-        return _COPIED
+        return None
 
     def plain(self) -> dict[int, ObjectCopy]:
         """Returns the copies of numbers, strings and flags, and containers of such, which may serve later calls."""
         return {number: copied for number, copied in self._copy_of.items() if copied.is_plain}
 
 
-_COPIED: Final = _Copied()
 _NO_ATTRIBUTES: Final = _Attributes([], [], {})
 _NO_OBJECTS: Final[Objects] = []
 

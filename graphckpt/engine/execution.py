@@ -170,9 +170,7 @@ class Recomputation(Execution):
         while last >= 0 and holders[last]() is None:
             last -= 1
         self._last = last  # of the holders that are alive
-        # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
-        stops = early_stop and not (frame.block.ends_with_saved and last == len(holders) - 1)
-        self._stops_from = last if stops else sys.maxsize  # an int: to compare with one takes half the time
+        self._stops_from = last if early_stop else sys.maxsize  # an int: to compare with one takes half the time
         self.comparison: Comparison | None = None
         self.draws_differ = False
         """Whether other numbers may have been drawn: see Note [Threads that draw from one generator]."""

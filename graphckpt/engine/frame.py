@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from graphckpt._compat import (
     WithoutValues,
-    autograd_sequence_number,
     current_accelerator,
     current_backward,
     early_stop_active,
@@ -183,7 +182,7 @@ class Frame(Execution, Call):
 
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_early_stop",
-        "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_registers_hooks",
+        "_failure", "_function", "_is_joined", "_learning", "_modes", "_random", "_registers_hooks",
         "_state", "asks_for_recomputation", "block", "contexts", "determinism_check", "devices", "excluded", "group",
         "holders", "outer_hooks", "outputs", "own_pack", "random_after", "values",
     )  # fmt: skip
@@ -232,7 +231,6 @@ class Frame(Execution, Call):
         self._failure: type[Exception] | None = None  # what the original forward has raised
         self._registers_hooks = False  # on tensors, nodes of their graphs, or modules
         self._learning = False  # whether this is a first call, which shows what later ones keep
-        self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
 
     @property
     def frame(self) -> Frame:
@@ -300,8 +298,6 @@ class Frame(Execution, Call):
             raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator, which runs outside of the block, so everything is kept")
-        if learning:
-            block.ends_with_saved = self._ends_with_saved(output)
         self._after_forward(previous)
         if joined_blocks.may_exist:
             last_output.set(BlockOutput(self, output))
@@ -310,8 +306,6 @@ class Frame(Execution, Call):
     def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         recorder, outer = self.block.recorder, self.outer
         pack: Callable[[torch.Tensor], object] = self.pack
-        if self._learning:
-            pack = self._pack_and_learn
         if self.values is not None:
             pack = self.values.hook(pack)
         hooks: tuple[Any, Any] = pack, self.unpack
@@ -355,23 +349,6 @@ class Frame(Execution, Call):
         if self.contexts is not None:
             self.contexts.saves(tensor)
         return holder
-
-    @never_compiled
-    def _pack_and_learn(self, tensor: torch.Tensor) -> Holder:
-        # A storage has one Python object as long as it lives, which identifies it (pytorch#91395). See
-        # Note [One storage, one object] in graphckpt/ledger/live_memory.py.
-        if has_storage(tensor):
-            self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
-        return self.pack(tensor)
-
-    def _ends_with_saved(self, output: Any) -> bool:
-        """Whether the last op that autograd has recorded saves its result, and that is an output of the block."""
-        # Such as `tanh`: the recomputation has to run it, and an exception to stop there would spare nothing. Where the
-        # last op is `linear`, which saves its input, it spares the product.
-        number, saved = self._last_saved
-        if number != autograd_sequence_number():
-            return False
-        return any(tensor.untyped_storage() is saved() for tensor in tensors_in(output) if has_storage(tensor))
 
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning

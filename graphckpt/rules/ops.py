@@ -59,7 +59,6 @@ from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 # compares every op, and the first that differs ends the skipping (`leave_schedule`, ScheduleMismatch).
 
 _MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
-_MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 _DETACH = torch.ops.aten.detach.default
 
@@ -494,13 +493,9 @@ class SelectiveContexts(Contexts):
 
     def leave_schedule(self, frame: Frame) -> None:
         """Goes on without the schedule, which the call does not follow: all that is not kept will be recomputed."""
-        block, schedule = frame.block, self.schedule
-        if schedule is not None and block.schedules.get(self._signature) is schedule:
-            block.num_mismatches += 1
-            if block.num_mismatches < _MAX_MISMATCHES:
-                del block.schedules[self._signature]  # the next call records another one
-            else:
-                self.run_all(frame)
+        schedules = frame.block.schedules
+        if schedules.get(self._signature) is self.schedule:
+            schedules.pop(self._signature, None)  # the next call records another one
         self.schedule = None
 
     def skips_ops(self) -> bool:
