@@ -15,6 +15,28 @@ from graphckpt._compat import is_fake, scripted_attributes, shape_of, storage_of
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo
 
+# Note [How a tensor has its values of then]
+#
+# Of a tensor that was cloned, the recomputation must find the values before the call, under the same name, as the same
+# object, in the same memory where the program can see that. Two ways, one for nearly all and one for the rest:
+#
+#                        memory is lent                             values are exchanged
+#   what happens         `tensor.data = copy of the clone`, and     the values of now are copied, those of the clone are
+#                        its own memory afterwards                  written to the memory, and those of now afterwards
+#   kernels              one                                        three
+#   which tensors        plain, dense ones, alone in their memory   views, slices, those that share memory with another
+#                                                                   one or with an array, subclasses, inference tensors
+#   why                  writing to a tensor that autograd has      another name of the memory must show the same values
+#                        saved somewhere else would ruin it
+#   what autograd saves  an alias, which keeps the lent memory      a clone, as the memory gets its own values back
+#   in the recomputation
+#
+# Neither counts as a modification: `.data` has a version counter of its own, and where one has moved nevertheless, as
+# the recomputation updates the tensor, it is set to what it was.
+#
+# A parameter is never cloned: it is large, and a forward that modifies one is refused. Nor is a large tensor that the
+# first call has left alone: the version of both says whether they have changed.
+
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
 
 
@@ -58,6 +80,7 @@ def is_sharding(now: Any, then: Any) -> bool:
     if now is None or then is None:
         return False
     mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
+    # Without a mesh, FSDP frees the memory of the whole parameter in between.
     storage = storage_of(then)  # of a sparse tensor there is none
     return getattr(now, "device_mesh", None) != mesh or (mesh is None and storage is not None and not storage.nbytes())
 

@@ -53,7 +53,7 @@ def _state_after(block: BlockContext, frames: Iterable[Frame]) -> tuple[ModuleSt
     # The large tensors of which a block around has a clone from before the child. A first call has cloned all of them.
     cloned = {
         id(before.tensors[index])
-        for before in (frame.state_before for frame in frames)
+        for before in (frame.call_state for frame in frames)
         for index in before.copies
         if not before.is_first or has_changed(before, index)
     }
@@ -102,6 +102,7 @@ class ExcludedCall:
 
         # A backward within the forward of the block around, through the child alone, reaches none of its holders.
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
+        # Of the parent's ops alone: what comes behind the block is seen by `take_all`, when backward asks.
         # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
         self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]

@@ -181,15 +181,15 @@ class Frame(Execution, Call):
     """
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_early_stop",
-        "_failure", "_function", "_is_joined", "_learning", "_modes", "_random", "_registers_hooks",
-        "_state", "asks_for_recomputation", "block", "contexts", "determinism_check", "devices", "excluded", "group",
-        "holders", "outer_hooks", "outputs", "own_pack", "random_after", "values",
+        "__weakref__", "_ambient", "_arguments", "_context", "_early_stop", "_failure", "_function", "_is_joined",
+        "_learning", "_modes", "_random", "_registers_hooks", "_state", "asks_for_recomputation", "block", "call_state",
+        "contexts", "determinism_check", "devices", "excluded", "group", "holders", "outer_hooks", "outputs",
+        "own_pack", "random_after", "values",
     )  # fmt: skip
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
     _state: ModuleState
-    _call_state: CallState
+    call_state: CallState
     _arguments: Arguments
     _random: RNGState
     _ambient: Ambient
@@ -262,7 +262,7 @@ class Frame(Execution, Call):
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             # Before `running` is this frame: a context with the frame in it would make the frame hold itself.
             self._context, in_context = context_of_call()
-            call_state = self._call_state = state.take(in_context)
+            call_state = self.call_state = state.take(in_context)
             learning = self._learning = block.learns and call_state.is_first
             # Nearly no call is due, and counts itself here: `begin_check` would cost each a call.
             check, sampler = (forced_check.get() or self).determinism_check, block.sampler
@@ -353,7 +353,7 @@ class Frame(Execution, Call):
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
-            call_state = self._call_state
+            call_state = self.call_state
             # First: all below reads what it finds out, namely which copies are left, and what the call has changed.
             state.finish(call_state, learning=learning)
             if block.recorder is not None:
@@ -385,7 +385,7 @@ class Frame(Execution, Call):
         """Keeps the state of Python's and NumPy's generators if the first call has drawn from one."""
         cpu_state, device_states, host = self._random
         if host is not None and host.changes():
-            self._state.host_rng_modes.add(self._call_state.modes)
+            self._state.host_rng_modes.add(self.call_state.modes)
             return
         self._random = cpu_state, device_states, None
         for call in self.excluded:  # the recomputation restores what it sets, which is no longer that of the host
@@ -393,10 +393,6 @@ class Frame(Execution, Call):
 
     def rng_state(self) -> RNGState:
         return get_rng_state(self.devices, host=self._random[2] is not None)
-
-    @property
-    def state_before(self) -> CallState:
-        return self._call_state
 
     def _unread_parameters(self) -> frozenset[int]:
         """Returns the ids of parameters that the recomputation does not read: those of calls that are not repeated."""
@@ -543,7 +539,7 @@ class Frame(Execution, Call):
         with suppress(Exception, ScheduleMismatch), finder:
             self._recompute_once([], lambda _: None, early_stop=self._early_stop)
             if not finder.op:  # noted, as otherwise each recomputation beside another thread would be made twice
-                self.block.drawless_modes.add(self._call_state.modes)
+                self.block.drawless_modes.add(self.call_state.modes)
         return finder.op
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
@@ -561,7 +557,7 @@ class Frame(Execution, Call):
         if self._is_joined:
             self._recompute_before()  # in a second try again, as the first has used up their outputs
         run = Recomputation(self, undo, early_stop=early_stop, returns_output=returns_output)
-        state, call_state, arguments = self._state, self._call_state, self._arguments
+        state, call_state, arguments = self._state, self.call_state, self._arguments
         with engine_ops() if is_watched() else _NOTHING:
             # Nothing is changed yet: what raises here, or recomputes another block, leaves nothing to undo.
             unread = self._modified_and_unread()
@@ -625,7 +621,7 @@ class Frame(Execution, Call):
 
     def _inputs(self, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Yields the tensors from outside of the block that the recomputation may come by."""
-        inputs = chain(leaves, self._arguments.held_tensors(), self._state.held_tensors(self._call_state))
+        inputs = chain(leaves, self._arguments.held_tensors(), self._state.held_tensors(self.call_state))
         return (each for each in inputs if isinstance(each, torch.Tensor))
 
     def _modified_and_unread(self) -> frozenset[int]:
@@ -633,10 +629,10 @@ class Frame(Execution, Call):
 
         An optimizer that steps in backward has modified those of an excluded child whose backward is over.
         """
-        if self._state.mutated(self._call_state) is None:
+        if self._state.mutated(self.call_state) is None:
             return frozenset()
         unread = self._unread_parameters()
-        changed = self._state.mutated(self._call_state, unread)
+        changed = self._state.mutated(self.call_state, unread)
         if changed is not None:
             raise RecomputeError(mismatch.modified_in_place(self.block.title, changed))
         return unread

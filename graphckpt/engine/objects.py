@@ -21,6 +21,26 @@ from torch import nn
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo, scope
 
+# Note [Contents]
+#
+# What can change of an object is what its *owners* hold, and each owner is read, compared and filled again in one way:
+#
+#   owner                             its contents                          filled again by
+#   list, dict, set, deque            a built-in copy                       methods of the built-in type: those of a
+#                                                                           subclass may refuse, count or log
+#   `__dict__` of an object, or of a  a copy of the dict                    likewise, never empty in between
+#   container of the program's
+#   `Slots`                           a dict of those that are set          the descriptors, which a frozen class has too
+#   generator, small array            its state                             its own setter
+#   tensor                            its version                           nothing: it can be compared alone
+#
+# One level each: an owner among the contents of another one is an owner itself. So a change anywhere below is undone
+# where it was made, and all that holds the same object shows it. Contents are compared by identity: `==` of a program's
+# class may do anything, and of two tensors it is a tensor.
+#
+# An object that leads to more than a few hundred others is a part of the program rather than data: a tokenizer, a
+# trainer, the model itself. To copy one took 0.5 s a step. Nothing of it is copied; the limits say so.
+
 ABSENT: Final = object()
 """Stands for a key that did not exist."""
 
@@ -100,6 +120,7 @@ def layout_of_type(kind: Any) -> _Layout:
     package = str(kind.__module__).partition(".")[0]
     is_callable = any("__call__" in vars(each) for each in kind.__mro__)
     is_closed = issubclass(kind, CODE) or package == "graphckpt" or (package == "torch" and is_callable)
+    # `object.__new__` alone would refuse a subclass of a built-in type: each is made by that of its own base.
     create = next(new for each in kind.__mro__ if isinstance(new := vars(each).get("__new__"), BuiltinFunctionType))
     return _Layout(container, accessor, () if container else slots, create, is_closed)
 

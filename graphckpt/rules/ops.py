@@ -366,7 +366,7 @@ class SelectiveContexts(Contexts):
         """Whether the forward has given a parameter or a buffer other memory, as ``parameter.data = ...`` does."""
 
     def original_forward(self, frame: Frame) -> OpMode:
-        plain = (each for each in frame.state_before.tensors if type(each) in PLAIN_CLASSES and is_plain_tensor(each))
+        plain = (each for each in frame.call_state.tensors if type(each) in PLAIN_CLASSES and is_plain_tensor(each))
         self._memory = [(each, each.data_ptr()) for each in plain]
         # The hooks around must see the same tensors in each call.
         if frame.outer_hooks is None and self._signature is not None:
