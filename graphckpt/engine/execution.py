@@ -183,7 +183,8 @@ class Recomputation(Execution):
 
     def borrow(self, borrowed: Borrowed) -> None:
         """Notes tensors of modules that are those of the call until this ends, beside those before."""
-        self._borrowed = Borrowed(*map(frozenset.union, self._borrowed, borrowed))
+        if borrowed is not NOTHING_BORROWED:
+            self._borrowed = Borrowed(*map(frozenset.union, self._borrowed, borrowed))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo, scope
 
-# Note [Contents]
+# Note [Contents of objects]
 #
 # What can change of an object is what its *owners* hold, and each owner is read, compared and filled again in one way:
 #
@@ -30,7 +30,7 @@ from graphckpt.undo import Undo, scope
 #                                                                           subclass may refuse, count or log
 #   `__dict__` of an object, or of a  a copy of the dict                    likewise, never empty in between
 #   container of the program's
-#   `Slots`                           a dict of those that are set          the descriptors, which a frozen class has too
+#   `Slots`                           a dict of those that are set          the descriptors: a frozen class has them too
 #   generator, small array            its state                             its own setter
 #   tensor                            its version                           nothing: it can be compared alone
 #
