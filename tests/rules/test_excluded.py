@@ -492,7 +492,7 @@ WHY: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Te
     "it modifies its arguments": (lambda child, x: child.linear(x.mul_(2)), lambda child, x: child(x * 1)),
     "it raises an error": (fails, tries),
     "it returns a parameter": (lambda child, x: child.linear.weight, lambda child, x: x @ child(x)),
-    "its parent modifies its output in place": (lambda child, x: child.linear(x), lambda child, x: child(x).mul_(2)),
+    "its output was modified in place": (lambda child, x: child.linear(x), lambda child, x: child(x).mul_(2)),
 }
 
 
