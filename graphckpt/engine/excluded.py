@@ -119,7 +119,7 @@ class ExcludedCall:
         state, after = self._state
         if state.mutated(after, [id(each) for each in after.tensors[: len(after.trainable)]]) is not None:
             return False, None
-        run.borrow(state.put_attributes(after, run.frame.stand_in_of_object, run.undo))
+        run.borrow(state.put_attributes(after, run.frame.stand_in, run.undo))
         return True, build_value(self._spec, leaves)
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Context
+from functools import partial
 from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _weak = weakref.ref
+_OF_CHILD = "a parameter of an excluded child, which its parent reads,"
 _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
@@ -566,10 +568,10 @@ class Frame(Execution, Call):
             undo += gradient_hooks(self._inputs(leaves)) if self._registers_hooks else ()
             try:
                 # 3
-                run.borrow(state.put_in_place(call_state, self.stand_in_of_object, undo))
+                run.borrow(state.put_in_place(call_state, self.stand_in, undo))
                 if unread:
-                    state.hide(call_state, unread, self._stand_in, undo)
-                args, kwargs = arguments.assemble(leaves, self.stand_in_of_object, undo)
+                    state.hide(call_state, unread, partial(self.stand_in, what=_OF_CHILD), undo)
+                args, kwargs = arguments.assemble(leaves, self.stand_in, undo)
                 # 4
                 set_rng_state(self._random)
                 if ambient_now != self._ambient or is_autocast(ambient_now):
@@ -635,13 +637,10 @@ class Frame(Execution, Call):
             raise RecomputeError(mismatch.modified_in_place(self.block.title, changed))
         return unread
 
-    def _stand_in(self, parameter: torch.Tensor) -> WithoutValues:
-        return self._stand_in_for(parameter, "a parameter of an excluded child, which its parent reads,")
-
-    def stand_in_of_object(self, tensor: torch.Tensor) -> WithoutValues:
-        return self._stand_in_for(tensor, "a tensor that a container or an object holds")
-
-    def _stand_in_for(self, tensor: torch.Tensor, what: str) -> WithoutValues:
+    def stand_in(
+        self, tensor: torch.Tensor, what: str = "a tensor that a container or an object holds"
+    ) -> WithoutValues:
+        """Returns what stands for a tensor that was modified since: to read it is an error."""
         message = mismatch.modified_in_place(self.block.title, what)
         if not has_storage(tensor):  # a stand-in has strides, which sparse and nested tensors have not
             raise MutatedError(message)
