@@ -264,10 +264,10 @@ class ModuleState:
 
     # ---- before a call
 
-    def take(self, others: Sequence[Any] = (), *, cloned: Collection[int] | None = None) -> CallState:
+    def take(self, others: Sequence[Any] = (), *, has_moved: Callable[[torch.Tensor], bool] | None = None) -> CallState:
         """Copies the present state, and that of ``others``, which are objects that no module holds.
 
-        It clones what earlier calls have modified; with ``cloned``, the tensors with these ids. Small ones in any case.
+        Of large tensors it clones those that earlier calls have modified, or those of which ``has_moved`` says so.
         """
         fields = [*map(dict.copy, _fields_of(self._modules))]
         modes = tuple([each.get("training") for each in fields])
@@ -296,12 +296,12 @@ class ModuleState:
         objects = self._reach(reached) if reached else _NO_OBJECTS
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
-        is_first = cloned is None and modes not in self._learnt_modes
+        is_first = has_moved is None and modes not in self._learnt_modes
         moved = self._moved.get(modes, ())
         copies = {}
         for at, (tensor, place) in enumerate(zip(tensors, places, strict=True), first):
-            is_moved = is_first or (place in moved if cloned is None else id(tensor) in cloned)
-            if (is_moved or is_small(tensor) or self._is_statistic(place, fields)) and is_clonable(tensor):
+            is_cheap = is_first or is_small(tensor) or self._is_statistic(place, fields)
+            if (is_cheap or (place in moved if has_moved is None else has_moved(tensor))) and is_clonable(tensor):
                 copies[at] = (tensor.detach() if tensor.requires_grad else tensor).clone()
         tensors = [*parameters, *tensors]
         if copies:

@@ -49,14 +49,16 @@ from graphckpt.tree import build_value, flatten_call, flatten_value
 def _state_after(block: BlockContext, frames: Iterable[Frame]) -> tuple[ModuleState, CallState]:
     """Returns the state of the modules of an excluded child after its call, within the calls ``frames``."""
     state = block.renew_state() if block.state.is_stale() else block.state
-    # The large tensors of which a block around has a clone from before the child. A first call has cloned all of them.
-    cloned = {
-        id(before.tensors[index])
-        for before in (frame.call_state for frame in frames)
-        for index in before.copies
-        if not before.is_first or has_changed(before, index)
+    # Of these a block around has a clone from before the child, which its recomputation puts in place.
+    copies = {
+        id(each.tensors[index]): (each, index) for each in (f.call_state for f in frames) for index in each.copies
     }
-    return state, state.take(cloned=cloned)
+
+    def has_moved(tensor: torch.Tensor) -> bool:
+        before, index = copies.get(id(tensor), (None, 0))
+        return before is not None and (not before.is_first or has_changed(before, index))  # a first call clones all
+
+    return state, state.take(has_moved=has_moved)
 
 
 @final

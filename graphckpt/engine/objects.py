@@ -460,14 +460,16 @@ class ObjectCopy:
         self._is_container = owner is value
         self._ref = ref(value) if self._kind.__weakrefoffset__ and not self._is_container else None
         self._empty = empty_like(value) if self._is_container else None
-        self.attributes = attribute_of(value, "__dict__") if self._is_container else None
+        has_attributes = self._is_container and _layout_of(value).container is not self._kind
+        self.attributes = attribute_of(value, "__dict__") if has_attributes else None
         """Of a container of a class of the program's."""
         self.content = contents(owner)
         """Of a container the same type with the items, of an object a dictionary of its attributes."""
         self.reaches = self._others()
         """What of the contents is not a number, a string, or the like."""
-        self.is_plain = not self.reaches or _PLAIN.issuperset(map(type, self.reaches))
-        if not self.is_plain:
+        is_plain = not self.reaches or _PLAIN.issuperset(map(type, self.reaches))
+        self.is_plain = is_plain and self.attributes is None
+        if not is_plain:
             self.content = _mapped(without_history, owner, self.content)
             self.reaches = self._others()
 
