@@ -118,6 +118,8 @@ class ExcludedCall:
         leaves = None if self.why_repeated else take_all(self._leaves)
         if leaves is None or self._state is None:
             return False, None
+        # A large tensor that no clone exists of may have changed since: the call that is repeated makes it again. Not a
+        # parameter, which only the child reads: an optimizer may have stepped once backward was through it.
         state, after = self._state
         if state.mutated(after, [id(each) for each in after.tensors[: len(after.trainable)]]) is not None:
             return False, None

@@ -520,6 +520,8 @@ def find_copied(copies: Iterable[tuple[Any, ObjectCopy]]) -> dict[int, Any]:
 
     Other containers that are in the attributes by now are left alone: one may be in two that had different ones.
     """
+    # First all that attributes still hold: a container is known by its attribute alone, and one that is held by two
+    # must not be made anew for the first of them.
     objects = {copied.number: value for value, copied in copies if copied.is_of(value)}
     for _, copied in copies:
         if copied.number not in objects:

@@ -85,6 +85,8 @@ _LEAST = 8  # numbers of a sketch; fewer estimate a norm badly
 _PIECE = 64 * _ROW  # the least that is copied at a time where a tensor cannot be read as it is
 _MAX_PIECES = 2048  # for one byte an element: a piece takes up to 20 bytes an element, so below 1 % of the tensor
 
+# A hash of the bytes would find each difference, also those that are none of the program's: a kernel on CUDA that adds
+# by atomic operations sums in another order each time. Sketches measure how large the difference is.
 _TOLERANCES = {
     torch.float64: 1e-6,
     torch.float32: 1e-4,
