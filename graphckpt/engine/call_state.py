@@ -624,7 +624,8 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether a clone's memory can take the place of that of a tensor."""
     if type(tensor) is not torch.Tensor or tensor.is_inference() or tensor._is_view():
         return False
-    if not tensor.untyped_storage().resizable():  # an array of NumPy has the memory too
+    storage = storage_of(tensor)  # a sparse tensor has none
+    if storage is not None and not storage.resizable():  # an array of NumPy has the memory too
         return False
     return not is_sparse_in_memory(tensor)  # the clone would be dense
 
