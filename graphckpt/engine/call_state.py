@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
 from operator import is_, itemgetter
-from types import BuiltinFunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -348,6 +348,8 @@ class ModuleState:
                     if not isinstance(value, CODE):
                         take = attributes.tensor if isinstance(value, torch.Tensor) else attributes.object
                         own[key] = take(at, key, value)
+                    elif type(value) is FunctionType and (value.__closure__ or value.__defaults__):
+                        own[key] = without_history(value)  # it may hold an output of the call before
                 except ReferenceError:  # a weak proxy of what is gone
                     continue
         if attributes.objects:

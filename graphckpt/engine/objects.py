@@ -11,7 +11,15 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import cache, lru_cache, partial
 from operator import is_, methodcaller
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Final, NamedTuple, TypeAlias, final
 from weakref import ProxyTypes, ref
 
@@ -505,14 +513,44 @@ class ObjectCopy:
 
 
 def without_history(value: Any) -> Any:
-    """Returns a tensor, or a tuple of some, as a leaf that holds no graph."""
+    """Returns a tensor as a leaf that holds no graph, and what holds some, a tuple or a function, with such leaves."""
     if isinstance(value, torch.Tensor):
         return value if value.grad_fn is None else value.detach().requires_grad_()
+    if isinstance(value, (FunctionType, partial)):
+        return _function_without_history(value)
     if isinstance(value, tuple) and type(value) not in ATOMS:
         items = [*map(without_history, value)]
         if any(one is not other for one, other in zip(items, value, strict=True)):
             return value._make(items) if hasattr(value, "_make") else tuple(items)
     return value
+
+
+def _function_without_history(function: Any) -> Any:
+    """Returns a function whose closure, default values or arguments hold no graph, or itself if none of them does."""
+    if isinstance(function, partial):
+        keywords = tuple(function.keywords.values())
+        args, values = without_history(function.args), without_history(keywords)
+        if args is function.args and values is keywords:
+            return function
+        return partial(function.func, *args, **dict(zip(function.keywords, values, strict=True)))
+    defaults = without_history(function.__defaults__)
+    if defaults is function.__defaults__ and not any(map(_holds_graph, function.__closure__ or ())):
+        return function
+    closure = tuple(
+        CellType(without_history(each.cell_contents)) if _holds_graph(each) else each
+        for each in function.__closure__ or ()
+    )
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure or None)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(function.__dict__)
+    return twin
+
+
+def _holds_graph(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, torch.Tensor) and cell.cell_contents.grad_fn is not None
+    except ValueError:  # it is empty
+        return False
 
 
 def find_copied(copies: Iterable[tuple[Any, ObjectCopy]]) -> dict[int, Any]:

@@ -500,6 +500,10 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object]]] = 
     "an object": (SimpleNamespace, lambda block, y: setattr(block.held, "y", y)),
     "a new list": (list, lambda block, y: setattr(block, "held", [y])),
     "a tuple": (tuple, lambda block, y: setattr(block, "held", (y, 1))),
+    "a closure": (lambda: None, lambda block, y: setattr(block, "held", lambda: y)),
+    "a default value": (lambda: None, lambda block, y: setattr(block, "held", lambda value=y: value)),
+    "a partial": (lambda: None, lambda block, y: setattr(block, "held", partial(torch.add, y))),
+    "a keyword of a partial": (lambda: None, lambda block, y: setattr(block, "held", partial(torch.add, other=y))),
 }
 
 
@@ -508,6 +512,30 @@ def Keeping(self: Any, x: Tensor) -> Tensor:
     y = Mark.apply(self.linear(x).tanh(), self.alive)
     self.put(self, y)
     return y
+
+
+@as_module(lambda: {"linear": nn.Linear(8, 8), "last": None})
+def ReadsAFunction(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x).tanh() * (1.0 if self.last is None else self.last())
+    self.last = lambda scale=2.0: y * scale
+    return y
+
+
+@pytest.mark.parametrize("rule", [True, "selective"])
+def test_a_function_in_an_attribute_gives_what_it_gave_in_the_forward(rule: bool | str) -> None:
+    found = []
+    for policies in ({}, {"*": rule}):
+        torch.manual_seed(0)
+        model = nn.Sequential(ReadsAFunction())
+        x = torch.ones(2, 8, requires_grad=True)
+        with graphckpt.apply(model, policies):
+            for _ in range(4):
+                model[0].last = None
+                with torch.no_grad():
+                    model(x)
+                model(x).sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("rule", [True, "selective"])
