@@ -7,8 +7,10 @@ import operator
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,6 +153,42 @@ def test_global_forward_hooks_are_where_torch_registers_them() -> None:
         for handle in handles:
             handle.remove()
     assert not any([*pre_hooks, *hooks])
+
+
+def test_a_hook_is_found_and_removed_without_its_handle() -> None:
+    layer, seen = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    tables = [value for owner in (layer, optimizer) for name, value in vars(owner).items() if "_hooks" in name]
+    before = [dict(table) for table in tables]
+    of_all = sys.modules[register_optimizer_step_pre_hook.__module__]
+    ways = {
+        "pre": (layer, partial(layer.register_forward_pre_hook, with_kwargs=True)),
+        "forward": (layer, partial(layer.register_forward_hook, with_kwargs=True, always_call=True)),
+        "gradient": (layer.weight, layer.weight.register_hook),
+        "accumulated": (layer.bias, layer.bias.register_post_accumulate_grad_hook),
+        "optimizer": (optimizer, optimizer.register_step_pre_hook),
+        "all optimizers, before": (of_all, register_optimizer_step_pre_hook),
+        "all optimizers, behind": (of_all, register_optimizer_step_post_hook),
+    }
+    hooks = {}
+    for name, (_, register) in ways.items():
+        hooks[name] = lambda *_, name=name: seen.append(name)
+        register(hooks[name])
+    step()
+    assert set(seen) == set(ways)
+    for name, (owner, _) in ways.items():
+        _compat.forget_hook(weakref.ref(owner), hooks[name])
+        _compat.forget_hook(weakref.ref(owner), hooks[name])
+    seen.clear()
+    step()
+    assert seen == []
+    assert [dict(table) for table in tables] == before
 
 
 def test_enabled_attention_kernels_are_the_same_without_python() -> None:

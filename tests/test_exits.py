@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interrupts import POLICIES, Place, Subject, _Instructions, left_in_thread, name_of, places
+from helpers.interrupts import POLICIES, Place, Subject, interrupt_at, left_in_thread, name_of, places
 from torch import nn
 
 import graphckpt
@@ -72,20 +72,10 @@ def sets_and_resets(code: CodeType) -> bool:
 
 def interrupt(call: Callable[[], object], place: Place) -> BaseException | None:
     """Interrupts a call at a place; the error that it returns is kept by a caller, as IPython keeps the last one."""
-    armed = [True]
-
-    def raise_there(now: Place) -> None:
-        if armed and now == place:
-            armed.clear()
-            raise KeyboardInterrupt
-
-    sys.settrace(_Instructions(raise_there, frozenset([place[0]])))
     try:
-        call()
+        interrupt_at(call, place)
     except KeyboardInterrupt as error:
         return error
-    finally:
-        sys.settrace(None)
     return None
 
 

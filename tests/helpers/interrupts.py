@@ -21,6 +21,7 @@ import graphckpt
 from graphckpt import Segments, Selective, Tiles
 from graphckpt._compat import active_saved_tensor_hooks, num_function_modes
 from graphckpt.engine.execution import modes_paused, running
+from graphckpt.stores.disk import CHUNK
 from helpers.hard_modules import B, BatchNorm, Counts, D, Mlp
 
 ON = {"activation_checkpointing": True, "min_elements": 1}
@@ -77,6 +78,15 @@ def places(step: Callable[[], object]) -> list[Place]:
 
 
 def is_interrupted(step: Callable[[], object], place: Place) -> bool:
+    """Whether :func:`interrupt_at` raises."""
+    try:
+        interrupt_at(step, place)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def interrupt_at(step: Callable[[], object], place: Place) -> None:
     """Runs ``step`` until a ``KeyboardInterrupt`` is raised before the instruction at ``place``, the first time."""
     armed = [True]
 
@@ -88,11 +98,8 @@ def is_interrupted(step: Callable[[], object], place: Place) -> bool:
     sys.settrace(_Instructions(raise_there, frozenset([place[0]])))
     try:
         step()
-    except KeyboardInterrupt:
-        return True
     finally:
         sys.settrace(None)
-    return False
 
 
 def left_in_thread() -> list[str]:
@@ -113,10 +120,14 @@ def left_in_thread() -> list[str]:
 
 
 def live_bytes() -> int:
-    """Returns the bytes of all tensors that Python can reach."""
+    """Returns the bytes of all tensors that Python can reach, without the chunk of each thread of a disk store.
+
+    It starts another thread when writes pile up, as on a busy machine.
+    """
     gc.collect()
     tensors = (value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter))
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for size in sizes.values() if size < CHUNK)
 
 
 MAX_POOL = 8
