@@ -12,22 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import nn, overrides
 from torch._C import (
     DispatchKey,
-    DispatchKeySet,
     _dispatch_has_kernel_for_dispatch_key,
-    _ExcludeDispatchKeyGuard,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _SetExcludeDispatchKeyGuard,
 )
 from torch._C._autograd import (
-    _enable_record_function,
     _get_sequence_nr,
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -471,34 +468,6 @@ def silence_capturable(optimizer: torch.optim.Optimizer) -> None:
 def unseen_by_modes() -> AbstractContextManager[Any]:
     """Returns a context whose ops no dispatch mode sees, such as those that count bytes."""
     return _disable_current_modes() if is_watched() else nullcontext()
-
-
-_OBSERVERS = DispatchKeySet(DispatchKey.Python)
-for _key in DispatchKey.__members__:
-    if _key.startswith(("Autocast", "Autograd")) or _key in ("PythonTLSSnapshot", "ADInplaceOrView"):
-        _OBSERVERS = _OBSERVERS.add(DispatchKey.__members__[_key])
-
-
-@final
-class unobserved:  # noqa: N801 - a function for those who use it; as a generator it would take twice the time
-    """Hides ops from all that a program can put around them: modes, subclasses, autocast, autograd and profilers.
-
-    It cannot be nested. :func:`unseen_by_modes` sets aside dispatch modes alone, in more time than most ops take.
-    """
-
-    __slots__ = ("_functions", "_keys")
-
-    def __enter__(self) -> None:
-        _enable_record_function(False)
-        self._keys = _ExcludeDispatchKeyGuard(_OBSERVERS)
-        self._functions = torch._C.DisableTorchFunction()
-        self._keys.__enter__()
-        self._functions.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._functions.__exit__(None, None, None)
-        self._keys.__exit__(None, None, None)
-        _enable_record_function(True)
 
 
 def has_own_dispatch(tensor: torch.Tensor) -> bool:

@@ -1,18 +1,20 @@
-"""The few private names of PyTorch's compiler that graphckpt needs, each with the reason."""
+"""The few private names of PyTorch's compiler and dispatcher that graphckpt needs, each with the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import getitem
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._C._autograd import _enable_record_function
 from torch._C._dynamo import eval_frame
 from torch.fx import traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphckpt.undo import Undo, scope
+from graphckpt.undo import Ending, Undo, scope
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -163,3 +165,35 @@ def _draws(value: Any) -> bool:
     if isinstance(value, torch.fx.GraphModule):
         return any(node.op == "call_function" and _is_random(node) for node in value.graph.nodes)
     return False
+
+
+_OBSERVERS = DispatchKeySet(DispatchKey.Python)
+for _key in DispatchKey.__members__:
+    if _key.startswith(("Autocast", "Autograd")) or _key in ("PythonTLSSnapshot", "ADInplaceOrView"):
+        _OBSERVERS = _OBSERVERS.add(DispatchKey.__members__[_key])
+
+
+@final
+class unobserved:  # noqa: N801 - a function for those who use it; as a generator it would take twice the time
+    """Hides ops from all that a program can put around them: modes, subclasses, autocast, autograd and profilers.
+
+    It cannot be nested. What sets aside dispatch modes alone takes more time than most ops.
+    """
+
+    __slots__ = ("_functions", "_keys")
+
+    def __init__(self) -> None:
+        self._keys = _ExcludeDispatchKeyGuard(_OBSERVERS)
+        self._functions = torch._C.DisableTorchFunction()
+
+    def __enter__(self) -> None:
+        _enable_record_function(False)
+        self._keys.__enter__()
+        self._functions.__enter__()
+
+    def _exit(self, *_: object) -> None:  # leaves parts that have not begun, or have ended, as they are
+        self._functions.__exit__(None, None, None)
+        self._keys.__exit__(None, None, None)
+        _enable_record_function(True)
+
+    __exit__ = Ending(_exit, _exit)

@@ -458,7 +458,7 @@ def test_modes_and_profilers_do_not_see_unobserved_ops() -> None:
     x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     mode = ReadsAutocast()
     with torch.autocast("cpu", torch.bfloat16), mode:
-        with torch.profiler.profile() as profile, _compat.unobserved():
+        with torch.profiler.profile() as profile, _compat_compiler.unobserved():
             product = torch.mm(x, y)
         assert not mode.seen
         assert not [event.name for event in profile.events() if event.name.startswith("aten::")]

@@ -99,16 +99,6 @@ def planned(subject: Subject) -> None:
     graphckpt.plan(subject.model, step, memory_budget="1GiB", select=["1", "2", "3"], progress=False)
 
 
-def planned_for_a_device(subject: Subject) -> None:
-    del subject
-
-    def make() -> Any:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
-        return model, lambda: model(torch.randn(16, 8)).sum().backward()
-
-    graphckpt.plan(make, memory_budget="1GiB", device="h200", progress=False)
-
-
 def verified(subject: Subject) -> None:
     graphckpt.verify(subject.model, partial(subject.step, 5), POLICIES["full"], steps=1, show=False)
 
@@ -118,7 +108,6 @@ CALLS: dict[str, tuple[Callable[[Subject], None], dict[str, Any], int]] = {
     "disable_checkpointing": (disabled, POLICIES["full"], 1),
     "apply": (applied, {}, 3),
     "plan": (planned, {}, 67),
-    "plan for a device": (planned_for_a_device, {}, 67),
     "verify": (verified, {}, 31),
 }
 """A call, the policies that are set before, and of how many places one is tried."""

@@ -37,10 +37,9 @@ from graphckpt._compat import (
     has_own_dispatch,
     local_shard,
     norms_of,
-    unobserved,
     what_is_not_plain,
 )
-from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat_compiler import never_compiled, unobserved
 from graphckpt.engine import mismatch
 from graphckpt.engine.sampling import forced_check
 from graphckpt.errors import warn
