@@ -172,6 +172,8 @@ class SlabStore(ByteStore):
         handle.data = None
 
     def begin_step(self) -> None:
+        # An interrupt may have ended a callback.
+        self._free.extend(number for number, (_, _, storage) in self._in_use.items() if storage() is None)
         self._free_dropped()
         self._needs_slab = self._wanted_bytes > self.slab_bytes
         if self._needs_slab or not self._in_use:

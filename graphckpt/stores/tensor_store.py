@@ -79,7 +79,8 @@ class TensorStore(Store):
         self._next_number: dict[int, int] = {}  # of the group that was requested after this one the last time
         self._last_number: int | None = None  # of the group that was requested last, in this step
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
-        self._alive: set[int] = set()  # `id` of the handles that are not freed yet
+        self._alive: dict[int, tuple[ByteStore, ByteHandle]] = {}
+        """What is not freed yet, by the ``id`` of the handle."""
         self._lock = threading.RLock()  # backward runs in other threads, one for each device; `num_alive` nests it
 
     @property
@@ -95,7 +96,11 @@ class TensorStore(Store):
         with self._lock:
             self._free_dropped()
             if self._alive and all(ref() is None for ref in self._groups):
-                self._alive.clear()  # an interrupt ended a piece's constructor or destructor, or a thread is within one
+                # An interrupt ended a piece's constructor or destructor, or a thread is within one.
+                for store, handle in [*self._alive.values()]:
+                    handle.release()
+                    self._freed.append((store, handle))
+                self._free_dropped()
             return len(self._alive)
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
@@ -250,7 +255,7 @@ class TensorStore(Store):
             group.traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         # After the piece, whose destructor leads to the removal of the id. In the other order an interrupt between the
         # two would leave the id of a handle that no piece frees.
-        self._alive.add(id(handle))
+        self._alive[id(handle)] = store, handle
         return piece
 
     def _prefetch_from(self, group: TensorGroup) -> None:
@@ -289,8 +294,8 @@ class TensorStore(Store):
     def _free_dropped(self) -> None:
         while self._freed:
             store, handle = self._freed.popleft()
-            self._alive.discard(id(handle))
-            store.free(handle)
+            if self._alive.pop(id(handle), None) is not None:  # once, although a thread may add it late
+                store.free(handle)
 
 
 def _handles(group: TensorGroup) -> dict[ByteStore, list[ByteHandle]]:

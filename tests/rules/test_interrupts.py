@@ -117,6 +117,21 @@ def test_an_interrupt_at_any_instruction_leaves_nothing(policy: str) -> None:
 
 
 @pytest.mark.usefixtures("interrupts_in_callbacks")
+def test_a_range_of_a_slab_whose_callback_was_interrupted_is_used_again() -> None:
+    subject = Subject(POLICIES["slab"])
+    callback = "SlabStore.put.<locals>.<lambda>"
+    chosen = [place for place in places(lambda: subject.step(5)) if place[0].co_qualname == callback]
+    num_bytes = subject.slab_bytes()
+    assert chosen
+    for place in 3 * chosen:
+        is_interrupted(lambda place=place: subject.step(5), place)
+        for seed in (6, 7, 8):
+            subject.step(seed)
+    assert subject.slab_bytes() == num_bytes > 0
+    subject.close()
+
+
+@pytest.mark.usefixtures("interrupts_in_callbacks")
 @pytest.mark.parametrize(("policy", "autocast"), [("full", False), ("selective", True), ("excluded child", False)])
 def test_an_interrupt_where_the_state_of_a_thread_is_set_leaves_nothing(policy: str, autocast: bool) -> None:
     subject = Subject(POLICIES[policy], autocast=autocast)
