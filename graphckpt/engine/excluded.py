@@ -26,6 +26,7 @@ from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.engine.saved import (
     Call,
     StoredCall,
+    are_mutated,
     class_of,
     has_attributes,
     hooks_around,
@@ -68,7 +69,7 @@ class ExcludedCall:
     It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
     """
 
-    __slots__ = ("_handles", "_leaves", "_spec", "_state", "block", "random", "why_repeated")
+    __slots__ = ("_handles", "_leaves", "_spec", "_state", "_versions", "block", "random", "why_repeated")
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class ExcludedCall:
         """Of the output."""
         self._state = state  # after the call; `None` within a recomputation, where nothing asks for it
         self._handles: list[Any] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
         if why_repeated is not None:
             return
 
@@ -102,12 +104,22 @@ class ExcludedCall:
 
         # A backward within the forward of the block around, through the child alone, reaches none of its holders.
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
+        # Of the parent's ops alone: what comes behind the block is seen by `take_all`, when backward asks.
+        # Detached tensors share the version counters, and do not hold the graph, which holds this.
+        self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
         self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     @property
     def num_hooks(self) -> int:
         """How many hooks it has registered that :meth:`remove_hooks` has not removed yet."""
         return len(self._handles)
+
+    def after_forward(self) -> None:
+        """Notes what the parent has done since."""
+        if are_mutated(self._versions):
+            self.why_repeated = "its parent modifies its output in place"
+            self._leaves = []
+        self._versions = []
 
     def remove_hooks(self) -> None:
         while self._handles:

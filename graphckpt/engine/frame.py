@@ -373,6 +373,8 @@ class Frame(Execution, Call):
             )
             if self._is_joined and self.before is None:
                 block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
+            for call in self.excluded:
+                call.after_forward()
             if self.contexts is not None:
                 self.contexts.after_forward(self, has_failed=self._failure is not None)
             if self.group is not None:
