@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import graphckpt
-from graphckpt.cli import CommandProgress, main
+from graphckpt.cli import main
+from graphckpt.progress import CommandProgress
 
 COMMAND = [sys.executable, "-m", "graphckpt", "--help"]
 

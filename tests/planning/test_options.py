@@ -22,7 +22,7 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.blocks.config import FIELDS
-from graphckpt.cli import add_plan
+from graphckpt.commands.plan import add_plan
 from graphckpt.config.run import fake_steps_from
 from graphckpt.integrations.policy_callback import CallbackOptionsDict, PolicyCallback
 from graphckpt.integrations.transformers import fit_training_arguments

@@ -1,0 +1,61 @@
+"""``graphckpt estimate``: memory and time of training a Transformers model, from its config."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from graphckpt.commands.common import add_command, add_json, device_help, options_of, print_result
+from graphckpt.progress import CommandProgress
+
+if TYPE_CHECKING:
+    from graphckpt.commands.common import Commands
+
+_EPILOG = """\
+examples:
+  graphckpt estimate meta-llama/Llama-3.1-8B --device h100 --batch 4 --seq 4096
+  graphckpt estimate ./my_model --device rtx4090 --batch 1 --seq 2048 --lora 16
+  graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
+  graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
+
+MODEL is a folder with a config.json, that file, or the name of a Transformers model in its cache or on the hub. Weights
+are not loaded, the code of a model is not run, and no tensor allocates memory. The device may be absent.
+
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
+"""
+
+
+def add_estimate(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "estimate",
+        _estimate,
+        help="estimate the memory and the time of training a Transformers model, from its config",
+        description="Estimates the memory and the time of a training step of a Transformers model, from its config "
+        "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name")
+    parser.add_argument(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help=device_help(),
+    )
+    for option, _, meaning in options_of("search/estimate_options.py", "EstimateOptions"):
+        parser.add_argument(
+            f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
+        )
+    add_json(parser)
+
+
+def _estimate(parsed: argparse.Namespace) -> int:
+    from graphckpt.search.estimate_options import EstimateOptions  # noqa: PLC0415
+
+    options = EstimateOptions.of_text(vars(parsed))  # checked before seconds of imports
+    from graphckpt.search.estimate import estimate_model  # noqa: PLC0415
+
+    with CommandProgress() as progress:
+        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
+    print_result(estimate, parsed)
+    return 0
