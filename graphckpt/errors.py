@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from inspect import signature
 from typing import final
 
 _log = logging.getLogger("graphckpt")
@@ -59,6 +60,21 @@ def bullets(head: str, faults: Iterable[str]) -> str:
       • b
     """
     return "\n".join([f"{head}:", *(f"  • {fault}" for fault in faults)])
+
+
+def check_keywords(function: Callable[..., object], unknown: Iterable[str]) -> None:
+    """Raises a ``ConfigError`` for keyword arguments that ``function`` does not have, with a similar name that it has.
+
+    >>> check_keywords(check_keywords, ["unknwon"])
+    Traceback (most recent call last):
+      ...
+    graphckpt.errors.ConfigError: check_keywords: unknown argument 'unknwon' · did you mean 'unknown'? · \
+fix: use function, unknown
+    """
+    names = [name for name, one in signature(function).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    for name in unknown:
+        hint = did_you_mean(name, names)
+        raise ConfigError(f"{function.__name__}: unknown argument {name!r}{hint} · fix: use {', '.join(names)}")
 
 
 def without_repeats(faults: Iterable[str]) -> list[str]:

@@ -38,12 +38,24 @@ TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
 FIRST = (
     "tutorial.md",
     "howto/cuda_out_of_memory.md",
+    "howto/fit.md",
+    "planning.md",
     "graph.md",
     "reference/policies.md",
     "reference/cli.md",
     "reference/config.md",
 )
 """Pages that come first in the results of a search."""
+MOVED = {
+    "howto/budget.md": ("Pick a policy for a budget", "../planning.md#pick-policies-by-hand"),
+    "howto/out_of_memory.md": (
+        "Recover from running out of memory",
+        "../planning.md#recover-from-running-out-of-memory",
+    ),
+    "howto/capture.md": ("Capture a step", "../capture.md"),
+    "training_memory.md": ("Memory of the training configs", "training.md#memory-of-the-packaged-configs"),
+}
+"""Addresses of pages that are parts of others now, each with its title and where it is: they go on as a link."""
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
@@ -76,6 +88,8 @@ def on_files(files: Files, config: Any) -> Files:
         add(name, (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "]("))
     for test in set(TESTS.findall((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8"))):
         add(f"{test}.txt", (ROOT / test).read_text(encoding="utf-8"))
+    for name, (title, target) in MOVED.items():
+        add(name, f"# {title}\n\nThis page is now [{title}]({target}).\n")
     decisions = ["# Decisions", ""]
     for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
         title = path.read_text(encoding="utf-8").splitlines()[0].strip("# ")
@@ -105,12 +119,14 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
     """Leads links to tests to their text, and lets the search prefer the pages that describe names.
 
-    Decision records are for developers: the search leaves them out.
+    Decision records and benchmarks are for developers: the search leaves them out, and addresses that have moved.
     """
     del kwargs
     if page.file.src_uri in FIRST:
         page.meta["search"] = {"boost": 2}
-    elif page.file.src_uri.startswith("decisions/"):
+    elif page.file.src_uri.startswith("reference/api/"):
+        page.meta["search"] = {"boost": 0.2}
+    elif page.file.src_uri.startswith(("decisions/", "benchmarks/")) or page.file.src_uri in MOVED:
         page.meta["search"] = {"exclude": True}
     return TESTS.sub(r"](\1.txt)", markdown)
 

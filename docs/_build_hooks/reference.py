@@ -4,7 +4,7 @@
 ``<!-- arguments: module.function as optim.params -->`` becomes a table of the keyword arguments of a function or class;
 an argument after ``without`` is left out.
 ``<!-- help: train -->`` becomes the output of ``graphckpt train --help``.
-``<!-- names -->`` becomes a table of one line for each object that the page describes.
+``<!-- names: policies -->`` becomes a table of one line for each object that ``reference/api/policies.md`` describes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from graphckpt.cli import _parser
 
 _MARKER = re.compile(r"^<!-- (keys|arguments|help): (\S+)(?: as (\S+))?(?: without (\S+))? -->$", re.MULTILINE)
+_NAMES = re.compile(r"^<!-- names: (\w+) -->$", re.MULTILINE)
+_API = Path(__file__).parents[1] / "reference" / "api"
 _OBJECT = re.compile(r"^::: ([\w.]+)$((?:\n +.*)*)", re.MULTILINE)
 _HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
 _COLUMNS = "100"
@@ -38,18 +41,18 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
 
 def fill_in(markdown: str) -> str:
     """Returns a page with its markers replaced."""
-    return _MARKER.sub(_generated, markdown.replace("<!-- names -->", _names(markdown)))
+    return _MARKER.sub(_generated, _NAMES.sub(lambda found: _names(found[1]), markdown))
 
 
-def _names(markdown: str) -> str:
-    """Returns a table of the objects that a page describes, each with the first sentence of its docstring."""
+def _names(page: str) -> str:
+    """Returns a table of the objects that a page of the API describes, each with the start of its docstring."""
     rows = ["| name | |", "| --- | --- |"]
-    for path, target, options in _objects(markdown):
+    for path, target, options in _objects((_API / f"{page}.md").read_text(encoding="utf-8")):
         name = path.rpartition(".")[2]
         summary = _as_markdown(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0])
         heading = re.search(r"^      heading: (\S+)$", options, re.MULTILINE)
         shown = heading[1] if heading else name if "show_root_full_path: false" in options else path
-        rows.append(f"| [`{shown}`](#{path}) | {summary} |")
+        rows.append(f"| [`{shown}`](api/{page}.md#{path}) | {summary} |")
     return "\n".join(rows)
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias, final
 from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
@@ -21,7 +21,7 @@ from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, has_forward, layers, select
 from graphckpt.engine.sampling import parse_determinism_check
 from graphckpt.engine.values import report_differences
-from graphckpt.errors import ConfigError, shown, without_repeats
+from graphckpt.errors import ConfigError, check_keywords, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.groups import group_names
 from graphckpt.rules.base import Rule, parse_rule
@@ -108,13 +108,14 @@ class Handle:
     __exit__ = Ending(_exit, _exit)
 
 
-def apply(
+def apply(  # noqa: D417 - `unknown` is for arguments that it does not have
     model: nn.Module,
     policies: Policies,
     *,
     exclude: Iterable[Selector] | Selector = (),
     determinism_check: str = "default",
     replace: bool = False,
+    **unknown: Never,
 ) -> Handle:
     """Sets policies on blocks of ``model``.
 
@@ -136,9 +137,9 @@ def apply(
 
     Raises:
         ConfigError: A selector matches nothing, or has no effect (on containers without a forward, or since later ones
-            replace it on every block); one of ``exclude`` matches only modules without a policy; a field or value is
-            wrong, a block has a policy already, or no layers were found. All faults are reported at once, and nothing
-            is set.
+            replace it on every block); one of ``exclude`` matches only modules without a policy; a field, value or
+            keyword argument is wrong, a block has a policy already, or no layers were found. All faults are reported at
+            once, and nothing is set.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -149,6 +150,7 @@ def apply(
     >>> apply(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), True, exclude=["2", "3"])
     Handle(Sequential; full: 0-1 (2x))
     """
+    check_keywords(apply, unknown)
     model = unwrap(model)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"apply: expected an nn.Module, got {shown(model)} · fix: apply(model, policies)")

@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification:
     """Result of :func:`graphckpt.verify` and :meth:`graphckpt.Graph.verify`: everything compared was bitwise equal."""
 
@@ -59,7 +59,7 @@ class Verification:
     contents: str = ""
     """The values compared after each step, such as ``"loss, 148 gradients, 2 buffers, RNG"``."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         steps = f"{self.num_steps} {'replay' if self.is_captured else 'step'}{'s' * (self.num_steps != 1)}"
         size = f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
         return f"bitwise equal to the plain step: {self.contents} ({steps}, {size})"

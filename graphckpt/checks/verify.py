@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any, Never, final
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from graphckpt.blocks.forward import BlockForward, disable_checkpointing, policy
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.checks.comparison import UNSTABLE_FIX, Stateful, StepState, Values, Verification, compare, outputs_of
 from graphckpt.engine.sampling import without_value_checks
-from graphckpt.errors import ConfigError, shown
+from graphckpt.errors import ConfigError, check_keywords, shown
 from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.training_state import on_optimizer_step
 from graphckpt.undo import Undo, enter, scope
@@ -29,7 +29,7 @@ _UNSTABLE_FIX = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
 
 
 @without_value_checks()
-def verify(
+def verify(  # noqa: D417 - `unknown` is for arguments that it does not have
     model: nn.Module,
     step_fn: Callable[[], Any],
     policies: Policies | None = None,
@@ -37,7 +37,8 @@ def verify(
     steps: int = 3,
     stateful: Iterable[Stateful] = (),
     restore: Iterable[Any] | None = None,
-    show: bool = True,
+    show: bool = False,
+    **unknown: Never,
 ) -> Verification:
     """Compares training steps under policies with plain ones, in every bit.
 
@@ -60,7 +61,7 @@ def verify(
         stateful: What else ``step_fn`` changes, by its ``state_dict`` and ``load_state_dict``: objects whose state is
             not in their attributes.
         restore: Objects that ``step_fn`` changes and that are not found, as of :func:`graphckpt.plan`.
-        show: Whether to print the result.
+        show: Whether to print the result, too.
 
     Raises:
         ConfigError: The model has no policies, an argument cannot be used, or ``step_fn`` runs no backward of a block
@@ -76,9 +77,10 @@ def verify(
     ...     loss = model(x).sum()
     ...     loss.backward()
     ...     return loss
-    >>> result = graphckpt.verify(model, step, {"*": True}, steps=2)
+    >>> graphckpt.verify(model, step, {"*": True}, steps=2)
     bitwise equal to the plain step: loss, 4 gradients, 4 parameters, RNG (2 steps, 20 tensors, 10.3 KiB)
     """
+    check_keywords(verify, unknown)
     model = unwrap(model)
     objects = _checked(model, step_fn, steps, stateful)
     check_restore(restore, "verify")

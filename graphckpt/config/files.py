@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import linecache
 import math
@@ -25,6 +26,8 @@ from graphckpt.yaml_text import compose
 
 _MISSING = object()
 _SUFFIXES = (".py", ".yaml", ".yml")
+IMPORT_FROM = "import_from"
+"""The one key of a config that is text."""
 _ODD_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-9_]+)")
 """Numbers that YAML 1.1 reads differently than they look: 12:30:45 is 45045, and 010 is 8."""
 
@@ -219,7 +222,33 @@ def _run_python(path: Path) -> tuple[DictConfig, Origins]:
 
 
 def _configs_in(module: ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_config(value)}
+    named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: value for name, value in named.items() if _is_config(value) or name == IMPORT_FROM}
+
+
+def values_without_effect(path: Path) -> list[str]:
+    """Returns the names to which a Python config assigns plain values that neither it reads nor a config has.
+
+    A dict, or a call, is a section, which the schema checks; a name that begins with ``_`` is the user's.
+    """
+    if path.suffix != ".py":
+        return []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    names = [
+        target.id
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and _is_plain(statement.value)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
+    return [name for name in dict.fromkeys(names) if name not in {*read, IMPORT_FROM} and not name.startswith("_")]
+
+
+def _is_plain(node: ast.expr) -> bool:
+    if isinstance(node, ast.List | ast.Tuple):
+        return all(map(_is_plain, node.elts))
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
 
 
 def _is_config(value: object) -> bool:

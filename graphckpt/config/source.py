@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from graphckpt.config.files import (
+    IMPORT_FROM,
     Origins,
     existing,
     importable_from,
@@ -23,15 +24,15 @@ from graphckpt.config.files import (
     override,
     plain_values,
     try_get_key,
+    values_without_effect,
     yaml_text,
 )
 from graphckpt.config.lazy import TARGET, dotted_name, is_call, locate, parameters
 from graphckpt.config.schema import RunConfig, check
 from graphckpt.deprecation import rename
-from graphckpt.errors import ConfigError, bullets
+from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.train.settings import OLD_KEYS, TrainConfig
 
-_IMPORT_FROM = "import_from"
 _OVERRIDES = "command line"
 _COLUMN = 48  # where comments begin
 _MISSING = object()
@@ -59,7 +60,8 @@ class ConfigSource:
         self.path = existing(Path(config_file))
         self.overrides = list(overrides)
         self.config, self.origins = load_with_origins(self.path)
-        self._faults = override(self.config, self.overrides)
+        self._faults = [_no_section(name) for name in values_without_effect(self.path)]
+        self._faults += override(self.config, self.overrides)
         self.origins.note(self.config, _OVERRIDES)
         # After overrides, which may have old names too, and after both are noted: the places follow the keys.
         self._faults += rename_old_keys(self.config, self.origins)
@@ -100,24 +102,30 @@ class ConfigSource:
             file = getattr(module, "__file__", None)
             places = [Path(file).parent] if file else map(Path, getattr(module, "__path__", []))
             if any(place.resolve() in {folder, folder / name} for place in places):
-                self.config[_IMPORT_FROM] = str(folder)
+                self.config[IMPORT_FROM] = str(folder)
 
     def _module_folders(self) -> tuple[list[Path], list[str]]:
         """Returns the folders of user modules, and the faults of ``import_from``."""
         folder = self.path.resolve().parent
-        named = self.config.get(_IMPORT_FROM)
+        named = self.config.get(IMPORT_FROM)
         if not isinstance(named, str) or "\0" in named:
             return [folder], []  # the schema reports values that are not text
         further = Path(named).expanduser().resolve()
         if not further.is_dir():
-            fix = f"name the folder of the modules: {_IMPORT_FROM}=folder"
-            return [folder], [f"{_IMPORT_FROM}: {named}: no such folder · fix: {fix}"]
+            fix = f"name the folder of the modules: {IMPORT_FROM}=folder"
+            return [folder], [f"{IMPORT_FROM}: {named}: no such folder · fix: {fix}"]
         return list(dict.fromkeys([folder, further])), []
 
     def describe(self) -> str:
         """Returns all keys as YAML, with a comment behind each that names where it is set and its default."""
         with self.checked():
             return "".join(_lines(plain_values(self.config), _defaults(RunConfig), self.origins))
+
+
+def _no_section(name: str) -> str:
+    sections = [one.name for one in fields(RunConfig)]
+    what = f"{name}: no such section, and nothing in this file reads it{did_you_mean(name, sections)}"
+    return f"{what} · fix: use {', '.join(sections)}, or begin the name of a variable with _"
 
 
 def rename_old_keys(config: DictConfig, origins: Origins | None = None) -> list[str]:

@@ -127,18 +127,17 @@ _SCRIPTED = (
     "graphckpt.blocks.disable_checkpointing() before"
 )
 _CAUSES = (
-    "something that its forward reads has changed since, such as a submodule, an attribute of an object, a context "
-    "variable, a mode, a global, a generator of random numbers (from which another thread may draw, too), or a tensor "
-    "through `.data`"
+    "forward reads something that has changed since: a global, an attribute, a submodule, a mode, a tensor through "
+    "`.data`, or a random generator from which another thread draws"
 )
 _FIX_VALUES = (
-    "fix: pass it to the block as an argument, or leave it as it is until backward() is over; if the difference is "
-    "deliberate, ask graphckpt.blocks.is_recomputing() in forward, or set determinism_check='none' for this block"
+    "fix: pass it to the block as an argument, or leave it unchanged until backward() is over; if the difference is "
+    "deliberate, check graphckpt.blocks.is_recomputing() in forward, or set determinism_check='none' for this block"
 )
 
 
 def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
-    """Returns the message for a difference in values; ``is_late`` if the backward that it belongs to is over."""
+    """Returns what differs, likely causes, and the fix, in a line each; ``is_late`` if its backward is over."""
     assert not isinstance(fault.first, int)
     where = (f", saved by {fault.op}" if fault.op else ", saved") + f" at {fault.line}" if fault.line else ""
     effect = "gradients would be wrong"
@@ -147,7 +146,7 @@ def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
     message = (
         f"{block}: saved tensor {fault.position}{where}, {_describe(*fault.first)}: expected the values of the "
         f"original forward, got others in the recomputation (relative difference {fault.difference:.1e}), so "
-        f"{effect}: {_CAUSES} · {_FIX_VALUES}{_SCRIPTED if has_scripted_code() else ''}"
+        f"{effect}\n· likely cause: {_CAUSES}\n· {_FIX_VALUES}{_SCRIPTED if has_scripted_code() else ''}"
     )
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1 and not is_late:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
@@ -34,6 +34,7 @@ from graphckpt.ledger.record import StepRecord
 from graphckpt.ledger.table import offloaded_bytes
 from graphckpt.units import format_bytes, parse_bytes
 
+Curve: TypeAlias = Sequence[tuple[float, float]]
 INK = "#2b2f36"
 ACCENT = "#f2922f"
 PAGE = ".html"
@@ -52,6 +53,7 @@ _MAX_STEPS = 3000  # points on a curve; a plot is 1650 pixels wide
 _STRIP_CHARACTERS = 120  # that fit into a strip
 _PEAK_LABEL = 56
 _TITLE = 30
+_LABEL_GAP, _LABEL_HEIGHT, _LABEL_WIDTH = 0.02, 0.13, 0.5  # of the label of a peak: shares of the axes
 _MAX_RULES = 8  # in a legend
 
 
@@ -133,19 +135,40 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
-def mark(axes: Any, at: float, level: float, text: str) -> None:
-    share = at / (axes.get_xlim()[1] or 1)
-    side = "left" if share < 0.3 else "right" if share > 0.7 else "center"
+def mark(axes: Any, at: float, level: float, text: str, lines: Iterable[Curve] = ()) -> None:
+    """Marks a point, with a text above it that covers none of ``lines``: steps, as pairs of an x and the level from it.
+
+    The limits of the axes are set before, with the room of a label above everything else.
+    """
+    end, top = axes.get_xlim()[1] or 1, axes.get_ylim()[1]
+    side = "left" if at < 0.3 * end else "right" if at > 0.7 * end else "center"
+    before, behind = {"left": (0.0, _LABEL_WIDTH), "right": (_LABEL_WIDTH, 0.0)}.get(side, (_LABEL_WIDTH / 2,) * 2)
+    spans = (_levels_between(line, at - before * end, at + behind * end) for line in lines)
+    foot = level
+    for lowest, highest in sorted(spans):
+        if lowest <= foot + _LABEL_HEIGHT * top and highest >= foot:
+            foot = highest
     axes.plot([at], [level], marker="o", markersize=4, color=INK, clip_on=False)
+    if foot > level:
+        axes.vlines(at, level, foot + _LABEL_GAP * top, color=INK, linewidth=0.6, linestyle=":")
     axes.annotate(
         text,
-        xy=(at, level),
-        xytext=({"left": 10, "right": -10, "center": 0}[side], 10),
-        textcoords="offset points",
+        xy=(at, foot + _LABEL_GAP * top),
         ha=side,
+        va="bottom",
         fontweight="bold",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
     )
+
+
+def _levels_between(line: Curve, begin: float, end: float) -> tuple[float, float]:
+    """Returns the lowest and the highest level of a line of steps between two places.
+
+    >>> _levels_between([(0, 1.0), (10, 3.0), (20, 2.0)], 12, 15)
+    (3.0, 3.0)
+    """
+    ends = [x for x, _ in line[1:]] + [float("inf")]
+    levels = [level for (x, level), until in zip(line, ends, strict=True) if x <= end and until >= begin]
+    return min(levels), max(levels)
 
 
 def frame(axes: Any, label: str) -> None:
@@ -237,10 +260,11 @@ def draw_step(explanation: StepRecord, target: Path) -> Path:
         for kind, levels in step.bands.items():
             xs, ys = [*step.xs, step.end], [*levels, levels[-1]]
             axes.fill_between(xs, ys, step="post", color=KINDS[kind], linewidth=0)
-        lines = []
+        lines, curves = [], []
         if step.plain:
             xs = [x for x, _ in step.plain]
             ys = [explanation.plain_levels[at] / step.scale for _, at in step.plain]
+            curves = [list(zip(xs, ys, strict=True))]
             label = "without policies (predicted)"
             lines = axes.plot(
                 [*xs, step.end], [*ys, ys[-1]], drawstyle="steps-post", color=INK, linewidth=0.8, label=label
@@ -249,7 +273,7 @@ def draw_step(explanation: StepRecord, target: Path) -> Path:
         frame(axes, f"live bytes of all tensors ({step.unit})")
         axes.set_xlabel(f"allocations and frees, in order ({step.end:,})", color=INK)
         text = f"peak {format_bytes(step.peak_bytes)}\n{shorten(explanation.peak_at, _PEAK_LABEL)}"
-        mark(axes, step.peak_x, step.peak_bytes / step.scale, text)
+        mark(axes, step.peak_x, step.peak_bytes / step.scale, text, curves)
         title_of(phases, shorten(explanation.title, _TITLE), "   ".join(step_totals(explanation)))
         kinds = {f"{kind}: {step.at_peak[kind]}": KINDS[kind] for kind in step.bands}
         phase_colours = {part.label: part.colour for part in step.phases()}

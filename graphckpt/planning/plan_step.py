@@ -6,10 +6,12 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from graphckpt._compat import local_shard
 from graphckpt._compat_compiler import has_compiled_call
@@ -28,7 +30,7 @@ from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_in_limit
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import CopyRates, PolicySearch
-from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step
+from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step, states_of
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.progress import Progress
@@ -38,10 +40,10 @@ from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import Device, load_profile
 from graphckpt.stores.base import parse_offload
-from graphckpt.training_state import keeping_surroundings
+from graphckpt.training_state import keeping_surroundings, on_optimizer_step
 from graphckpt.tree import storages_of
 from graphckpt.undo import Undo, scope
-from graphckpt.units import format_sizes
+from graphckpt.units import format_bytes, format_sizes
 
 
 @lists_options(PlanOptionsDict)
@@ -169,7 +171,13 @@ def plan_step(
     if isinstance(step, RealStep):
         step.before_step = group.begin_step
     is_shown = False if callable(options.progress) or group.rank else options.progress
-    with without_value_checks(), Progress(is_shown=is_shown) as progress:
+    stateless: dict[Optimizer, None] = {}  # before their first update
+
+    def see(optimizer: Optimizer) -> None:
+        if not optimizer.state:
+            stateless.setdefault(optimizer)
+
+    with without_value_checks(), Progress(is_shown=is_shown) as progress, on_optimizer_step(see):
         progress.begin("running the step to measure it")
         planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
@@ -180,6 +188,14 @@ def plan_step(
         plan = planners.best_of(lambda planner: choose(planner, limit), is_least=limit is None)
         if isinstance(step, RealStep):
             group.run_until_all_are_done(step.run_once)
+    num_bytes = (
+        sum(state.nbytes for state in chain.from_iterable(map(states_of, stateless)))
+        if isinstance(step, RealStep)
+        else 0
+    )
+    if num_bytes:
+        created = f"{format_bytes(num_bytes)} of the peak are optimizer states, which the next update creates"
+        plan = replace(plan, notes=(*plan.notes, f"{created}: until then a step has a lower peak"))
     return replace(plan, memory_budget=budget, headroom_bytes=headroom)
 
 

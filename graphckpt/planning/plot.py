@@ -66,6 +66,7 @@ def draw_plan(plan: PlanData, target: Path) -> Path:
     stages = [s for s in plan.stages if s.peak_bytes == peak_bytes or not s.name.startswith(_BETWEEN)]
     scale, unit = unit_of(peak_bytes)
     is_near = plan.budget_bytes <= _HIGHEST * peak_bytes
+    budget_level = plan.budget_bytes / scale
     edges = list(range(len(stages) + 1))
     with figure_of(target) as figure:
         phases, blocks, axes = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 20))
@@ -78,14 +79,20 @@ def draw_plan(plan: PlanData, target: Path) -> Path:
         starts = [stage.start_bytes / scale for stage in stages]
         axes.fill_between(edges, [*peaks, peaks[-1]], step="post", color=LEVEL, linewidth=0)
         axes.fill_between(edges, [*starts, starts[-1]], step="post", color=LEVEL_AT_START, linewidth=0)
-        axes.set_ylim(0, 1.14 * max(peak_bytes, plan.budget_bytes if is_near else 0, 1) / scale)
+        axes.set_ylim(0, 1.18 * max(peak_bytes, plan.budget_bytes if is_near else 0, 1) / scale)
         levels = patches({"peak of the interval": LEVEL, "at its start": LEVEL_AT_START})
         if is_near:
-            axes.axhline(plan.budget_bytes / scale, color=INK, linewidth=1, linestyle=DASHES)
+            axes.axhline(budget_level, color=INK, linewidth=1, linestyle=DASHES)
             levels.append(Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="memory budget"))
         highest = max(range(len(stages)), key=lambda number: stages[number].peak_bytes)
         text = f"peak {format_bytes(plan.predicted_peak_bytes)}\n{plan.binding}"
-        mark(axes, (edges[highest] + edges[highest + 1]) / 2, peaks[highest], text)
+        mark(
+            axes,
+            (edges[highest] + edges[highest + 1]) / 2,
+            peaks[highest],
+            text,
+            [[(0, budget_level)]] if is_near else [],
+        )
         frame(axes, f"live bytes of all tensors ({unit})")
         axes.set_xlabel("the step, block by block", color=INK)
         plain, peak = format_bytes(plan.plain_peak_bytes), format_bytes(plan.predicted_peak_bytes)

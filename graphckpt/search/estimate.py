@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Never, final
 
 import torch
 from torch import nn
 
 from graphckpt.engine.sampling import without_value_checks
-from graphckpt.errors import ConfigError, PlanError
+from graphckpt.errors import ConfigError, PlanError, check_keywords
 from graphckpt.extras import require
 from graphckpt.planning.options import Budget, PlanOptions, budget_bytes, check_budget
 from graphckpt.planning.plan import Plan
@@ -33,7 +33,7 @@ from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
 
-def estimate(
+def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     model: Any,
     *,
     device: str | Path | DeviceProfile,
@@ -51,6 +51,7 @@ def estimate(
     cluster: str | None = None,
     task: str | None = None,
     progress: bool | None = None,
+    **unknown: Never,
 ) -> Estimate:
     """Estimates the memory and the time of a training step of a Transformers model, from its config.
 
@@ -95,6 +96,7 @@ def estimate(
     >>> result.policies["full"].allocated_bytes < result.policies["keep"].allocated_bytes
     True
     """
+    check_keywords(estimate, unknown)
     options = EstimateOptions(
         batch=batch,
         seq=seq,

@@ -209,6 +209,7 @@ class Trainer:
         scheduler = settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter)
         try:
             graph = TrainGraph(built, optimizer, scheduler, blocks)
+            graph._step.name = Path(settings.output_dir).name or graph.name  # the run's, in tables and messages
         except GraphError as error:
             raise ConfigError(f"optim, train.scheduler: {error}") from error
         section = settings.activation_checkpoint

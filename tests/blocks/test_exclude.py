@@ -194,3 +194,16 @@ def test_blocks_that_are_containers_of_layers_are_advised_to_be_smaller() -> Non
     second = measured(patterns)
     assert second.peak_bytes < first.peak_bytes
     assert not [text for text in second.warnings if "recomputed at once" in text]
+
+
+def test_a_misspelt_argument_has_a_similar_name() -> None:
+    model = Model()
+    with pytest.raises(
+        ConfigError, match=r"^apply: unknown argument 'excludes' · did you mean 'exclude'\? · fix: use "
+    ):
+        graphckpt.apply(model, True, excludes=["layers.3"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^verify: unknown argument 'step' · did you mean 'steps'"):
+        graphckpt.verify(model, print, True, step=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^estimate: unknown argument 'batch_size' · did you mean 'batch'"):
+        graphckpt.estimate("gpt2", device="h100", batch_size=3)  # type: ignore[arg-type]
+    assert recomputed(model, True) == [f"layers.{number}" for number in range(4)], "nothing was set"

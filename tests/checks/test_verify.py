@@ -79,6 +79,10 @@ def test_says_what_is_equal_and_restores_everything(capsys: pytest.CaptureFixtur
     step()
     before, num_forwards = state_of(model, optimizer), model[0].num_forwards
     result = graphckpt.verify(model, step, True)
+    print(result)
+    assert capsys.readouterr().out == f"{result}\n", "printed once"
+    assert repr(result) == str(result), "in a notebook"
+    graphckpt.verify(model, step, True, show=True)
     assert capsys.readouterr().out == f"{result}\n"
     contents = "loss, 12 gradients, 12 parameters, 9 buffers, 36 optimizer states, RNG"
     assert str(result).startswith(f"bitwise equal to the plain step: {contents} (3 steps, ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -90,3 +91,56 @@ def test_folders_that_were_importable_before_stay_where_they_are(
     with importable_from(tmp_path, tmp_path):
         assert sys.path[-2:] == [str(tmp_path)] * 2
     assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("foo = 3", r"foo: no such section, and nothing in this file reads it · fix: use train, model, "),
+        ("optm = 'adam'", r"optm: no such section, .* · did you mean 'optim'\?"),
+        ("a, shapes = 1, [(1, -2)]\nmodel.width = a\nsizes = [(1, -2)]", "sizes: no such section"),
+        ("_mine = 3\nwidth = 64\nmodel.width = width\nimport_from = '.'", None),
+    ],
+)
+def test_a_top_level_name_without_effect_is_reported(
+    line: str, message: str | None, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = place / "example" / "config.py"
+    config.write_text(f"{config.read_text('utf-8')}\n{line}\n", encoding="utf-8")
+    assert _train(config, "--print-config") == (0 if message is None else 2)
+    printed = capsys.readouterr()
+    if message is None:
+        assert re.search(r"^import_from: '?\.'? +# \S*config.py", printed.out, re.MULTILINE)
+    else:
+        assert re.search(message, printed.err)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "x=x, y=x.sin()",
+            "x=x, yy=x.sin()",
+            r"with the keys x, y, as Regressor.forward takes them, got x, yy · did you",
+        ),
+        ("x=x, y=x.sin()", "x=x", "with the keys x, y, as Regressor.forward takes them, got x · fix: rename"),
+        ("x=x, y=x.sin()", "x=x, y=x.sin(), extra=x", "got x, y, extra · fix"),
+    ],
+)
+def test_a_wrong_key_of_a_sample_names_the_data(
+    old: str, new: str, message: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = place / "example" / "waves.py"
+    module.write_text(module.read_text("utf-8").replace(old, new), encoding="utf-8")
+    assert _train("../example/config.py", *SMALL) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "data.train, data.heldout: expected samples" in error
+    assert re.search(message, error)
+
+
+def test_a_run_has_its_name_and_lists_what_is_there(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _train("../example/config.py", *SMALL) == 0
+    text = capsys.readouterr().out
+    assert "out: bytes kept for backward, before and after" in text
+    assert "TrainGraph" not in text
+    assert re.search(r"^ ?weights +out/model_final", text, re.MULTILINE), "it has no tokenizer, and no config.json"

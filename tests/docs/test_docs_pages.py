@@ -41,14 +41,18 @@ def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: py
 def test_the_readme_is_short_and_says_what_it_is_for() -> None:
     text = README.read_text(encoding="utf-8")
     lines = text.splitlines()
-    assert len(lines) <= 150
-    first = text.split("\n\n")[1]
+    assert len(lines) <= 170
+    first = text.split("\n\n")[1].lower()
     assert "activation checkpointing" in first
     assert "gradient checkpointing" in first
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE)[0].startswith("Install")
-    assert text.index("They have run on one GPU, for nine minutes") < text.index("## ")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE)[:2] == ["Why graphckpt", "Installation"]
+    screen = text[: text.index("## ")]
+    for shown in ("graphckpt.apply(model, True)", "peak memory: ", "docs/images/step.png", "cuda_out_of_memory.md"):
+        assert shown in screen
+    assert "CUDA support has run on one H200 only, for nine minutes" in text
+    assert "pip install graphckpt" not in text, "it is on no index"
     assert [*pages.steps(text)][-1].code.endswith("loss = TrainStep()(tokens)\n")
-    assert [line.count("|") for line in lines if line.startswith("|")] == [7] * (2 + 8)
+    assert [line.count("|") for line in lines if line.startswith("|")] [-10:] == [7] * (2 + 8)
 
 
 def test_numbers_may_differ_a_little_and_words_not_at_all() -> None:

@@ -24,7 +24,20 @@ SIZE = {"n_layer": 6, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_siz
 BOX = "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('.nsewdrag').getBoundingClientRect())"
 
 
+def draw_example(folder: Path) -> None:
+    """Draws the step of the README, the same as in its table."""
+    model = GPT2LMHeadModel(GPT2Config(**SIZE, bos_token_id=0, eos_token_id=0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 1000, (4, 128))
+    with graphckpt.apply(model, True) as handle, handle.measure():
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.explain(plot=str(folder / "step.png"), show=False)
+
+
 def main(folder: Path) -> None:
+    draw_example(folder)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**SIZE, bos_token_id=0, eos_token_id=0))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -41,7 +54,7 @@ def main(folder: Path) -> None:
             step()
             with handle.measure():
                 step()
-            handle.explain(plot=str(page_of_step), show=False).plot(folder / "step.png")
+            handle.explain(plot=str(page_of_step), show=False)
         graphckpt.plan(model, step, memory_budget=0.4).plot(page_of_plan)
         with opened(page_of_step) as page:
             page.resize(1200, 1300)

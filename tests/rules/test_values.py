@@ -111,7 +111,9 @@ def test_values_finds_planted_faults_in_any_call(name: str, rule: str) -> None:
         for _ in range(5):
             plain_step(model)
         model[1].reads = (read,)
-        with pytest.raises(RecomputeError, match=r"^1: saved tensor \d+, saved by .* at test_values.py:\d+, .*fix: "):
+        with pytest.raises(
+            RecomputeError, match=r"^1: saved tensor \d+, saved by .* at test_values.py:\d+, (?s:.*)\n· fix: "
+        ):
             later_step(model, fault)
 
 
@@ -143,6 +145,8 @@ def test_the_message_says_what_differs_and_by_how_much() -> None:
     difference = float(text.partition("relative difference ")[2].partition(")")[0])
     assert 2e-4 < difference < 2e-3, "an estimate of how much the tensors differ"
     assert "is_recomputing()" in text
+    assert [line.partition(":")[0] for line in text.splitlines()] == ["0", "· likely cause", "· fix"]
+    assert max(len(line.split()) for line in text.splitlines()) < 60
     assert "destroy_process_group" not in text, "there are no other ranks"
 
 

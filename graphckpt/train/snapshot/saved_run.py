@@ -31,7 +31,7 @@ LOCK = "run.lock"
 """The locked file. It remains in the folder: only the lock on it matters, not that it exists."""
 _SCALARS = "events.out.tfevents.*"  # of TensorBoard
 _FILES = {
-    "weights, config, tokenizer": FINAL,
+    "weights": FINAL,
     "best at the evaluation": BEST,
     "last snapshot, for --resume": LAST,
     "memory of a step": PICTURE,
@@ -39,6 +39,8 @@ _FILES = {
     "log": LOG,
     "config": CONFIG,
 }
+
+_COMPANIONS = {"config": "config.json", "tokenizer": "tokenizer.json"}
 
 
 @final
@@ -275,4 +277,10 @@ class TrainResult:
 
 
 def written_files(folder: Path) -> dict[str, Path]:
-    return {what: folder / name for what, name in _FILES.items() if (folder / name).exists()}
+    there = {what: folder / name for what, name in _FILES.items() if (folder / name).exists()}
+    return {", ".join([what, *_companions(path)]) if path.name == FINAL else what: path for what, path in there.items()}
+
+
+def _companions(weights: Path) -> list[str]:
+    """Names what lies beside the weights, for programs that load them."""
+    return [what for what, name in _COMPANIONS.items() if (weights / name).exists()]

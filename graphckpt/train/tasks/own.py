@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import final
 
 from torch import Tensor, nn
 
-from graphckpt.errors import ConfigError
+from graphckpt.blocks.proxy import unwrap
+from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.graph.step import is_new
 from graphckpt.train.tasks.base import Task, summed
 
@@ -25,9 +27,14 @@ class OwnLoss(Task):
         """Returns what the model returned, each value as its mean.
 
         Raises:
-            ConfigError: the model returned no loss.
+            ConfigError: the model returned no loss, or does not take the keys of a sample.
         """
-        output = model(**batch)
+        try:
+            output = model(**batch)
+        except TypeError as error:
+            if (fault := _fault_of_keys(model, batch)) is not None:
+                raise ConfigError(fault) from error
+            raise
         if isinstance(output, Tensor):
             output = {"loss": output}
         elif isinstance(getattr(output, "loss", None), Tensor):
@@ -44,6 +51,23 @@ class OwnLoss(Task):
         total = sum((value for name, value in values.items() if "loss" in name), start=next(iter(values.values())) * 0)
         others = {name: value for name, value in values.items() if name != "loss"}
         return {name: summed(value.detach(), count) for name, value in {"loss": total, **others}.items()}
+
+
+def _fault_of_keys(model: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
+    """Returns what is wrong with the keys of a sample, as arguments of the model; ``None`` if they fit."""
+    kind = type(unwrap(model))
+    _, *arguments = signature(kind.forward).parameters.values()  # the first is `self`
+    names = [one.name for one in arguments if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    required = [one.name for one in arguments if one.name in names and one.default is one.empty]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in arguments)
+    unknown = [] if takes_any else [key for key in batch if key not in names]
+    missing = [name for name in required if name not in batch]
+    if not unknown and not missing:
+        return None
+    what = f"expected samples with the keys {', '.join(names)}, as {kind.__name__}.forward takes them"
+    data = "data.train, data.heldout"
+    hints = "".join(did_you_mean(key, missing or names) for key in unknown)
+    return f"{data}: {what}, got {', '.join(batch)}{hints} · fix: rename the keys, or the arguments of forward"
 
 
 def _mean(value: Tensor) -> Tensor:
