@@ -52,7 +52,7 @@ def test_the_readme_is_short_and_says_what_it_is_for() -> None:
     assert "CUDA support has run on one H200 only, for nine minutes" in text
     assert "pip install graphckpt" not in text, "it is on no index"
     assert [*pages.steps(text)][-1].code.endswith("loss = TrainStep()(tokens)\n")
-    assert [line.count("|") for line in lines if line.startswith("|")] [-10:] == [7] * (2 + 8)
+    assert [line.count("|") for line in lines if line.startswith("|")][-10:] == [7] * (2 + 8)
 
 
 def test_numbers_may_differ_a_little_and_words_not_at_all() -> None:
