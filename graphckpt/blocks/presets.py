@@ -90,29 +90,6 @@ def sqrt(model: nn.Module) -> Policies:
     return _joined(groups)
 
 
-def memory(model: nn.Module) -> Policies:
-    """Little memory with one recomputation: :func:`sqrt` if there are enough layers, else all are ``full``.
-
-    Similar to cybertronai's ``memory``, which keeps about the square root of the number of tensors.
-
-    Raises:
-        ConfigError: no layers were found.
-    """
-    try:
-        return sqrt(model)
-    except ConfigError:
-        return dict.fromkeys(_layers(model), True)
-
-
-def speed(model: nn.Module) -> Policies:
-    """Keeps the results of matrix products and convolutions, which are slow to compute: cybertronai's ``speed``.
-
-    Raises:
-        ConfigError: no layers were found.
-    """
-    return {name: {"rule": "selective", "save": "matmul"} for name in _layers(model)}
-
-
 def _layers(model: nn.Module) -> list[str]:
     names = layers(model)
     if not names:

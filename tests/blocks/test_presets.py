@@ -10,7 +10,6 @@ import torch
 from helpers.layer_stacks import D, ResidualLayer, SequentialModel
 from helpers.modules import as_module
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
 from graphckpt.blocks import presets
@@ -61,8 +60,6 @@ X = torch.ones(8, D)
         (lambda m: presets.uniform(m, 4), [2] * 9),
         (lambda m: presets.uniform(m, 9), [2] * 9),
         (presets.sqrt, [2, 2, 2, 2, 2, 2, 1, 1, 1]),
-        (presets.memory, [2, 2, 2, 2, 2, 2, 1, 1, 1]),
-        (presets.speed, [2] * 9),
     ],
 )
 def test_presets_say_which_layers_run_again(
@@ -100,28 +97,5 @@ def test_presets_that_cannot_act_say_so() -> None:
         presets.first_k(model, 4)
     with pytest.raises(ConfigError, match=r"sqrt: 'body\.0': expected at least 4 layers, got 3"):
         presets.sqrt(model)
-    assert runs(model, presets.memory(model), X) == [2] * 3
     with pytest.raises(ConfigError, match="Linear: no list of layers was found"):
-        presets.speed(nn.Linear(2, 2))
-
-
-def test_speed_runs_no_matrix_product_again() -> None:
-    class Ops(TorchDispatchMode):
-        counts = None
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-            self.counts[func] = self.counts.get(func, 0) + 1
-            return func(*args, **(kwargs or {}))
-
-    def counted(policies: Policies) -> list[int]:
-        ops = Ops()
-        ops.counts = {}
-        with graphckpt.apply(model, policies), ops:
-            model(X).square().mean().backward()
-        return [ops.counts.get(op, 0) for op in (torch.ops.aten.addmm.default, torch.ops.aten.gelu.default)]
-
-    model = SequentialModel(4)
-    counted({"first": False})  # the first call learns what forward moves
-    assert counted({"first": False}) == [10, 4]
-    assert counted(presets.speed(model)) == [10, 8]
-    assert counted(presets.every_k(model, 1))[1] == 8
+        presets.every_k(nn.Linear(2, 2), 1)

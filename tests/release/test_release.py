@@ -53,7 +53,7 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
         copy.mkdir()
         for name in ("graphckpt", "configs"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "hatch_build.py"):
             shutil.copy(ROOT / name, copy / name)
         for path in copy.rglob("*"):
             os.utime(path, (number * 10**6 + 10**9, number * 10**6 + 10**9))
@@ -63,3 +63,26 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
         digests.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()})
     assert len(digests[0]) == 2
     assert digests[0] == digests[1]
+
+
+def test_a_release_has_addresses_and_a_readme_whose_links_are_absolute(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    code = (
+        "import sys; from hatchling import build; from zipfile import ZipFile; name = build.build_wheel(sys.argv[1]);"
+        "files = ZipFile(f'{sys.argv[1]}/{name}');"
+        "print(files.read(next(n for n in files.namelist() if n.endswith('METADATA'))).decode())"
+    )
+    texts = {}
+    for address in ("", "https://example.org/us/graphckpt"):
+        environment = {**os.environ, "GRAPHCKPT_REPOSITORY": address}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+        texts[address] = done.stdout
+    plain, released = texts.values()
+    assert "Project-URL: " not in plain
+    assert "pip install graphckpt" not in plain
+    assert "Project-URL: Repository, https://example.org/us/graphckpt\n" in released
+    assert "$ pip install graphckpt  " in released
+    assert "$ pip install 'graphckpt[plot,plan,train]'" in released
+    assert "](https://example.org/us/graphckpt/raw/v" in released, "the picture"
+    assert re.findall(r"\]\((?!https:|#)[^)]*\)", released) == []
