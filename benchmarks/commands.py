@@ -34,7 +34,7 @@ COMMANDS = {  # goals: seconds of the CPU
     f"graphckpt plan {GPT2} --memory-budget 5GiB --offload cpu": 10,
     "graphckpt plan --config-file configs/bert_large_pretrain.py --device h200 --memory-budget 24GiB": 10,
     f"graphckpt plan --config-file configs/llama_pretrain.py --device h200 --memory-budget max {LLAMA_7B}": 10,
-    f"graphckpt fit {GPT2}": 30,
+    f"graphckpt find-batch-size {GPT2}": 30,
 }
 
 

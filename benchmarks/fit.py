@@ -1,4 +1,4 @@
-"""Compares the throughput that `graphckpt.fit` predicts for batch sizes with that of steps that run.
+"""Compares the throughput that `graphckpt.find_batch_size` predicts for batch sizes with that of steps that run.
 
 Each model is fitted for a list of batch sizes and a memory budget in which the plain step of the middle size just fits,
 so that larger batches recompute. Then the step of each size runs under its plan, all sizes in each turn in random
@@ -84,7 +84,7 @@ class Steps:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
 
     def make(self, size: int) -> tuple[nn.Module, Callable[[], None]]:
-        """Returns the model and its step, as `graphckpt.fit` takes them."""
+        """Returns the model and its step, as `graphckpt.find_batch_size` takes them."""
         batch = self._inputs(size)
 
         def step() -> None:
@@ -124,7 +124,7 @@ def run(name: str, turns: int, rng: random.Random) -> tuple[list[dict[str, Any]]
     steps = Steps(*MODELS[name]())
     plain = graphckpt.plan(*steps.make(PLAIN), memory_budget=2**40, candidates=["full"])
     started = process_time()
-    found = graphckpt.fit(steps.make, batch_sizes=SIZES, memory_budget=plain.plain_peak_bytes)
+    found = graphckpt.find_batch_size(steps.make, batch_sizes=SIZES, memory_budget=plain.plain_peak_bytes)
     took = process_time() - started
     rows = [row for row in found.rows if row.plan is not None]
     times: dict[int, list[float]] = {row.batch_size: [] for row in rows}

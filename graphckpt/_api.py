@@ -11,7 +11,7 @@ from graphckpt.planning.plan_step import plan
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
 from graphckpt.search.estimate import estimate
 from graphckpt.search.estimate_result import Estimate
-from graphckpt.search.fit import fit
+from graphckpt.search.fit import find_batch_size, fit
 from graphckpt.search.fit_result import Fit
 from graphckpt.stores import Disk, Host
 
@@ -43,6 +43,7 @@ __all__ = [
     "checkpoint_sequential",
     "checkpoint_wrapper",
     "estimate",
+    "find_batch_size",
     "fit",
     "plan",
     "remove",

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from graphckpt import __version__
 from graphckpt.commands.estimate import add_estimate
-from graphckpt.commands.fit import add_fit
+from graphckpt.commands.find_batch_size import add_find_batch_size
 from graphckpt.commands.plan import add_plan
 from graphckpt.commands.profile_device import add_profile_device
 from graphckpt.commands.selftest import add_selftest
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
-    for add in (add_train, add_plan, add_fit, add_estimate, add_selftest, add_profile_device):
+    for add in (add_train, add_plan, add_find_batch_size, add_estimate, add_selftest, add_profile_device):
         add(commands)
     parser.set_defaults(names=tuple(commands.choices))
     return parser

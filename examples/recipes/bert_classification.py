@@ -67,7 +67,7 @@ def fit_sizes(args: argparse.Namespace, batch_sizes: list[int]) -> graphckpt.Fit
         training.load(batch_size)
         return training.model, training
 
-    return graphckpt.fit(make_step, batch_sizes=batch_sizes, memory_budget=args.memory_budget)
+    return graphckpt.find_batch_size(make_step, batch_sizes=batch_sizes, memory_budget=args.memory_budget)
 
 
 def under(policies: Mapping[str, Any], training: Training) -> graphckpt.Handle:

@@ -167,4 +167,4 @@ def predict(make: Callable[[int], Training], args: argparse.Namespace, **options
         training = make(size)
         return training.model, training
 
-    return graphckpt.fit(make_step, memory_budget=args.memory_budget, device=args.predict, **options)
+    return graphckpt.find_batch_size(make_step, memory_budget=args.memory_budget, device=args.predict, **options)

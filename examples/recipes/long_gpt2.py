@@ -72,7 +72,7 @@ class Training:
 
 
 def fit_lengths(args: argparse.Namespace) -> graphckpt.Fit:
-    """Finds the lengths that fit: `graphckpt.fit` takes any size that a step has, and here it is the length."""
+    """Finds the lengths that fit: the size that `graphckpt.find_batch_size` passes is the length here."""
     longest = AutoConfig.from_pretrained(args.model).n_positions if args.model else SIZES[args.size].n_positions
     training = None if args.predict else Training(args, 1)
 
@@ -83,7 +83,9 @@ def fit_lengths(args: argparse.Namespace) -> graphckpt.Fit:
 
     head = {"loss_head": graphckpt.Tiles(args.tiles, reduce="sum")} if args.tiles else None
     sizes = range(1, longest // PIECE[args.size] + 1)
-    return graphckpt.fit(make_step, batch_sizes=sizes, memory_budget=args.memory_budget, device=args.predict, head=head)
+    return graphckpt.find_batch_size(
+        make_step, batch_sizes=sizes, memory_budget=args.memory_budget, device=args.predict, head=head
+    )
 
 
 def under(policies: Mapping[str, Any] | str, training: Training) -> graphckpt.Handle:

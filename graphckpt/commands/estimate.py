@@ -24,6 +24,11 @@ are not loaded, the code of a model is not run, and no tensor allocates memory. 
 exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
 """
 
+_METAVARS = {
+    "batch": "N", "seq": "TOKENS", "dtype": "TYPE", "autocast": "TYPE", "lora": "RANK", "policy": "RULE",
+    "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N",
+}  # fmt: skip
+
 
 def add_estimate(commands: Commands) -> None:
     parser = add_command(
@@ -44,7 +49,10 @@ def add_estimate(commands: Commands) -> None:
     )
     for option, _, meaning in options_of("search/estimate_options.py", "EstimateOptions"):
         parser.add_argument(
-            f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
+            f"--{option.replace('_', '-')}",
+            dest=option,
+            metavar=_METAVARS.get(option, "NAME"),
+            help=meaning.replace("%", "%%"),
         )
     add_json(parser)
 

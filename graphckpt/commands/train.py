@@ -31,7 +31,7 @@ sections of a config:
   task    how the loss is computed
   hooks   more hooks of the training loop
 
---print-config lists every key with its value. docs/reference/config.md describes them. The packaged configs
+--print-config lists every key with its value. "Config keys" in the docs describes them. The packaged configs
 (quickstart, bert_large_pretrain, gpt2_pretrain, llama_pretrain, text_classification) are found by name from any folder:
 --config-file quickstart.py. Unknown keys and values of the wrong type are reported before anything runs.
 

@@ -29,7 +29,7 @@ from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep, first_step
-from graphckpt.search.fit import SizedStep, SizedSteps, fit
+from graphckpt.search.fit import SizedStep, SizedSteps, find_batch_size
 from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile
 from graphckpt.simulation.fake_cluster import FakeCluster, cluster_of
 from graphckpt.simulation.fake_device import FakeDevice
@@ -241,7 +241,7 @@ class FakeConfigSteps:
         global_batch: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Fit:
-        """Finds the batch sizes that fit, as :func:`graphckpt.fit`; ``global_batch`` is by default the config's."""
+        """Finds batch sizes as :func:`graphckpt.find_batch_size` does; ``global_batch`` is by default the config's."""
         train = self.run.train
         if global_batch is None and train.global_batch_size is not None:
             global_batch = train.global_batch_size // train.dist.data_parallel_size
@@ -348,7 +348,7 @@ def _fit_real_steps(run: RunConfig) -> Fit:
     options = section.plan_options(select=selected_names(model, section))
     options = replace(options, head=head_policies(model, options.head))
     with attribute_errors("model, task, data, optim", "fitting the batch size"):
-        return fit(
+        return find_batch_size(
             make_step,
             batch_sizes=[size for size in range(1, train.global_batch_size + 1) if train.global_batch_size % size == 0],
             memory_budget="max" if section.memory_budget is None else section.memory_budget,

@@ -20,7 +20,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng
 from graphckpt.planning.options import FitOptionsDict, lists_options
-from graphckpt.search.fit import fit
+from graphckpt.search.fit import find_batch_size
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -155,7 +155,7 @@ def fit_training_arguments(
     """Returns arguments with the batch size and the accumulation that suit a memory budget.
 
     The samples of one update, ``per_device_train_batch_size * gradient_accumulation_steps``, stay the same. The step of
-    a ``Trainer`` runs at a few batch sizes, see :func:`graphckpt.fit`, and everything that it changes is restored.
+    a ``Trainer`` runs at a few batch sizes, as by :func:`graphckpt.find_batch_size`, and what it changes is restored.
     Train with ``GraphckptCallback(memory_budget=...)``, which plans the policies for the batch size.
 
     Args:
@@ -178,7 +178,9 @@ def fit_training_arguments(
         raise ConfigError(f"fit_training_arguments: expected a map-style data set to fit on · fix: {fix}")
     if type(args).__module__.partition(".")[0] == "trl":
         what = f"expected the arguments of Transformers' Trainer, got {type(args).__name__}"
-        raise ConfigError(f"fit_training_arguments: {what} · fix: graphckpt.fit with the step of its trainer")
+        raise ConfigError(
+            f"fit_training_arguments: {what} · fix: graphckpt.find_batch_size with the step of its trainer"
+        )
     was_training = model.training
     # Its `__init__` seeds all generators by `args.seed`; the caller's random numbers go on as if there were none.
     with restored_rng():
@@ -205,7 +207,7 @@ def fit_training_arguments(
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     try:
         prepared.train()
-        fitted = fit(make_step, batch_sizes=sizes, memory_budget=memory_budget, **options)
+        fitted = find_batch_size(make_step, batch_sizes=sizes, memory_budget=memory_budget, **options)
     finally:
         prepared.train(was_training)
     best = fitted.at_global_batch(samples, goal)

@@ -153,7 +153,7 @@ class SharedOptionsDict(TypedDict, total=False):
 
 
 class FitOptionsDict(SharedOptionsDict, total=False):
-    """The options of entry points that have a separate ``progress``, as :func:`graphckpt.fit`."""
+    """The options of entry points that have a separate ``progress``, as :func:`graphckpt.find_batch_size`."""
 
     select: Selector | Iterable[Selector] | None
 

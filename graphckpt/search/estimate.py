@@ -32,6 +32,8 @@ from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_na
 from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
+_PLAIN = "no checkpointing"
+
 
 def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     model: Any,
@@ -217,7 +219,7 @@ class _Runs:
 
     def under(self, policy: str) -> dict[str, tuple[str, Plan]]:
         """Runs the step with everything kept, and under one policy; returns a heading and the plan of each."""
-        titles = {"keep": "everything kept", policy: "everything kept" if _is_keep(policy) else f"{policy} everywhere"}
+        titles = {"keep": _PLAIN, policy: _PLAIN if _is_keep(policy) else f"{policy} on all layers"}
         plans = self._planners.plain.uniform().values()
         return {
             name: (title, self._run_under(plan).plan) for (name, title), plan in zip(titles.items(), plans, strict=True)
@@ -236,7 +238,7 @@ class _Runs:
         plan = replace(plan, memory_budget=budget, headroom_bytes=memory.headroom if budget == "max" else 0)
         self.notes = [note for note in plan.notes if note not in uniform["keep"].notes]
         title = "lowest peak" if self.fault else "best plan"
-        return {"keep": ("everything kept", keep.plan), "full": ("full everywhere", full.plan), "plan": (title, plan)}
+        return {"keep": (_PLAIN, keep.plan), "full": ("recompute all layers", full.plan), "plan": (title, plan)}
 
     def _best_plan(
         self, planner: Planner, budget: Budget, limit: int | None, keep: CheckedPlan, full: CheckedPlan

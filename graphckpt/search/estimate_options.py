@@ -21,6 +21,7 @@ _CHOICES = {"dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "opti
 _COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8}  # each with an example
 _ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @final
@@ -69,8 +70,9 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     def __post_init__(self) -> None:
         for name in ("dtype", "autocast"):  # `torch.bfloat16` too
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, str(value).removeprefix("torch."))
+            if value is not None:
+                name_of_type = str(value).removeprefix("torch.")
+                object.__setattr__(self, name, _SHORT.get(name_of_type, name_of_type))
         if self.autocast is not None and self.autocast.lower() in _OFF:
             object.__setattr__(self, "autocast", None)
         faults = list(self._faults())

@@ -279,7 +279,7 @@ def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
         total = format_bytes(min(policy.nvidia_smi_bytes or policy.allocated_bytes for policy in policies))
         first, others = estimate.devices[:_MOST_DEVICES], estimate.devices[_MOST_DEVICES:]
         more = f" and {len(others)} with more memory" if others else ""
-        yield Text(f"devices with {total}, as the least of these takes: {', '.join(first)}{more}")
+        yield Text(f"the least of these, {total}, fits on: {', '.join(first)}{more}")
     yield Text(estimate.apply_line)
     for note in estimate.notes:
         yield bullet(note, "*")

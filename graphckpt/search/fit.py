@@ -100,7 +100,7 @@ class SizedSteps:
             self._new_row,
             # Such as that of BatchNorm with one sample.
             skips=lambda error: isinstance(error, ValueError) and not isinstance(error, GraphckptError),
-            where=lambda size: f"fit: raised at batch size {size}",
+            where=lambda size: f"find_batch_size: raised at batch size {size}",
         )
         self.rows = self.search.results
 
@@ -316,7 +316,7 @@ class SizedSteps:
         runs: Search[int, Plan] = Search(
             run,
             skips=lambda error: isinstance(error, torch.OutOfMemoryError),
-            where=lambda number: f"fit: raised under plan {number} of batch size {base.batch_size}",
+            where=lambda number: f"find_batch_size: raised under plan {number} of batch size {base.batch_size}",
         )
 
         def fastest(most_bytes: int) -> Plan | None:
@@ -368,7 +368,7 @@ def _gradients_missing_in_forward(
 
 
 @lists_options(FitOptionsDict)
-def fit(
+def find_batch_size(
     make_step: MakeStep,
     *,
     batch_sizes: Iterable[int] | None = None,
@@ -422,26 +422,28 @@ def fit(
     >>> def make_step(batch_size):
     ...     x = torch.ones(batch_size, 64)
     ...     return model, lambda: model(x).sum().backward()
-    >>> result = fit(make_step, memory_budget="8MiB")
+    >>> result = find_batch_size(make_step, memory_budget="8MiB")
     >>> result.largest.batch_size > result.largest_without_recompute.batch_size
     True
     """
     if isinstance(make_step, nn.Module) or not callable(make_step):
         fix = "def make_step(batch_size): ...; return model, step_fn"
         raise ConfigError(f"make_step: expected a function, got {type(make_step).__name__} · fix: {fix}")
-    plan_options = PlanOptions.of(options, "fit")
+    plan_options = PlanOptions.of(options, "find_batch_size")
     has_group = world_size is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if has_group and plan_options.group is not False:
         fix = "fit in one process and pass the batch size on, or group=False"
-        raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
+        what = f"expected one process, got a group of {dist.get_world_size()}"
+        raise ConfigError(f"find_batch_size: {what} · fix: {fix}")
     if plan_options.step_group is not None:
-        raise ConfigError("fit: expected step_group=None, since one process runs the step · fix: leave it out")
+        what = "expected step_group=None, since one process runs the step"
+        raise ConfigError(f"find_batch_size: {what} · fix: leave it out")
     plan_options = replace(plan_options, group=False)
     with keeping_surroundings(), simulated_rank(world_size, rank, device, cluster) as simulated:
         machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
 
         def make_sized(size: int, _: int) -> SizedStep:
-            step, model = made_step(partial(make_step, size), machine, "fit.make_step", restore)
+            step, model = made_step(partial(make_step, size), machine, "find_batch_size.make_step", restore)
             return SizedStep(step, model, find_blocks(model, plan_options.select))
 
         budget = check_budget(memory_budget, for_fit=True)
@@ -454,3 +456,7 @@ def fit(
         )
         fitted = steps.fit(batch_sizes, global_batch, progress)
     return fitted if simulated is None else replace(fitted, world_size=simulated.world_size, rank=simulated.rank)
+
+
+fit = find_batch_size
+"""A second name, as short as ``plan``."""

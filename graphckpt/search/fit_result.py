@@ -150,7 +150,7 @@ class BatchFit:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Fit(Budgeted):
-    """The result of :func:`graphckpt.fit`: the best plan of each micro-batch size, with its peak and throughput."""
+    """The result of :func:`graphckpt.find_batch_size`: the best plan of each micro-batch size, with its throughput."""
 
     rows: tuple[BatchFit, ...]
     """One for each micro-batch size, in ascending order."""

@@ -139,7 +139,7 @@ def check_any_ran(search: Search[int, BatchFit]) -> None:
     if not search.results:
         cause = next(iter(search.errors.values()))
         fix = "fix: batch_sizes at which it runs"
-        raise PlanError(f"fit: the step cannot run at {faults_of(search.errors)[0]} · {fix}") from cause
+        raise PlanError(f"find_batch_size: the step cannot run at {faults_of(search.errors)[0]} · {fix}") from cause
 
 
 def faults_of(errors: Mapping[int, Exception]) -> list[str]:

@@ -64,7 +64,7 @@ def test_every_key_of_the_packaged_configs_is_on_the_page(name: str) -> None:
     assert [key for key in missing if not key.startswith(("model", "optim.eps"))] == []
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "fit", "estimate", "selftest", "profile-device"])
+@pytest.mark.parametrize("command", ["train", "plan", "find-batch-size", "estimate", "selftest", "profile-device"])
 def test_the_page_of_the_command_line_shows_the_help(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +80,7 @@ def test_the_page_of_the_api_begins_with_a_line_for_each_name() -> None:
     text = page("api.md")
     short, _, table = text.partition("## All names")
     assert [name for name in re.findall(r"^\| \[`(\w+)`\]", short, re.MULTILINE) if name != "explain"] == [
-        "apply", "remove", "plan", "verify", "estimate", "fit", "Graph"
+        "apply", "remove", "plan", "verify", "estimate", "find_batch_size", "Graph"
     ]  # fmt: skip
     rows = dict(re.findall(r"^\| \[`([\w.]+)`\]\(api/\w+.md#[\w.]+\) \| (.+) \|$", table, re.MULTILINE))
     assert {f"graphckpt.{name}" for name in graphckpt.__all__} - rows.keys() == set()

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.groups import KINDS, levels_by_kind, rule_colour, thin
-from graphckpt.ledger.plot import StepLevels
+from graphckpt.ledger.plot import StepLevels, mark
 from graphckpt.ledger.record import Event, Row, TensorLife
 
 PHASES = ("forward", "backward", "recompute", "optimizer")
@@ -258,3 +258,28 @@ def test_thinning_keeps_the_peak_and_the_order(levels: list[int], limit: int) ->
     assert [at for at, _ in steps] == sorted(at for at, _ in steps)
     if limit >= len(levels):
         assert [levels[at] for _, at in steps] == levels
+
+
+@pytest.mark.parametrize("at", [3, 50, 97])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param([(0, 51.0)], id="a budget just above the peak"),
+        pytest.param([(0, 20.0), (20, 90.0), (60, 54.0), (90, 51.0)], id="a curve that falls across the label"),
+        pytest.param([(0, 95.0), (40, 99.0)], id="a curve far above"),
+    ],
+)
+def test_the_label_of_a_peak_covers_no_line(at: float, line: list[tuple[float, float]]) -> None:
+    figure = Figure(figsize=(11, 5.2), dpi=150)
+    axes = figure.subplots()
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 118)
+    mark(axes, at, 50.0, "peak 50.0 MiB\nthe head and the loss, after transformer.h.5", [line])
+    (label,) = axes.texts
+    box = label.get_window_extent().transformed(axes.transData.inverted())
+    assert 50 < box.y0 < box.y1 <= 118, "above the peak, and within the axes"
+    ends = [x for x, _ in line[1:]] + [100.0]
+    levels = [level for (x, level), end in zip(line, ends, strict=True) if x <= box.x1 and end >= box.x0]
+    pairs = [sorted((a, b)) for a, b in itertools.pairwise(levels)]
+    for low, high in [*pairs, *((level, level) for level in levels)]:
+        assert high < box.y0 or low > box.y1

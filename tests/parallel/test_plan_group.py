@@ -319,7 +319,7 @@ def stages(rank: int, folder: Path) -> None:
         graphckpt.plan(case.model, step, memory_budget="min", step_group="all")
     with pytest.raises(ConfigError, match="step_group: expected None in a training loop"):
         LivePlan(case.model, "min", PlanOptions(step_group=dist.group.WORLD), print)
-    with pytest.raises(ConfigError, match="fit: expected step_group=None"):
+    with pytest.raises(ConfigError, match="find_batch_size: expected step_group=None"):
         graphckpt.fit(lambda size: (case.model, step), group=False, step_group=dist.group.WORLD)
 
 

@@ -191,6 +191,28 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less() -> No
         plan(case.model, case.step, memory_budget=num_bytes)
 
 
+def test_optimizer_states_that_the_next_update_creates_are_named() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    x = torch.ones(8, 64)
+
+    def notes(optimizer: torch.optim.Optimizer, num_updates: int) -> list[str]:
+        def step() -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(num_updates):
+            step()
+        found = plan(model, step, memory_budget="10MiB", candidates=["full"]).notes
+        return [note for note in found if "optimizer states" in note]
+
+    (note,) = notes(torch.optim.AdamW(model.parameters()), 0)
+    size = sum(2 * weight.nbytes + 4 for weight in model.parameters())  # two moments, and the number of the step
+    assert note.startswith(f"{format_bytes(size)} of the peak are optimizer states, which the next update creates")
+    assert notes(torch.optim.AdamW(model.parameters()), 1) == []
+    assert notes(torch.optim.SGD(model.parameters(), lr=0.1), 0) == []
+
+
 def test_a_budget_below_the_parameters_is_refused_before_the_step_runs() -> None:
     model = nn.Sequential(ResidualLayer(), ResidualLayer())
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -37,6 +37,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
 from graphckpt.planning.steps import FakeStep
 from graphckpt.search import estimate as module
+from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate
 from graphckpt.units import format_bytes
 
@@ -173,7 +174,7 @@ class TestFigures:
     def test_an_estimate_lists_the_devices_with_enough_memory(self) -> None:
         assert {"h100", "t4"} <= set(estimated().devices)
         total = min(policy.nvidia_smi_bytes for policy in estimated().policies.values())
-        assert f"devices with {format_bytes(total)}" in str(estimated())
+        assert f"the least of these, {format_bytes(total)}, fits on: " in str(estimated())
 
     def test_lora_trains_adapters_alone(self) -> None:
         estimate, every = estimated(lora=4, policy="keep"), estimated()
@@ -427,7 +428,7 @@ class TestCommand:
         printed = capsys.readouterr().out
         for row in ("weights", "gradients (of", "optimizer states", "allocated", "reserved", "nvidia-smi", "tokens/s"):
             assert f"\n{row} " in printed
-        assert "everything kept  full everywhere  best plan" in printed
+        assert "no checkpointing  recompute all layers  best plan" in printed
         assert "graphckpt.apply(model, {" in printed
 
     def test_json_is_what_the_function_returns(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,6 +444,11 @@ class TestCommand:
             for policy in values["policies"].values():
                 assert {"allocated_bytes", "reserved_bytes", "nvidia_smi_bytes", "seconds", "parts"} <= set(policy)
         assert printed["memory_bytes"] == 24 * GIB
+
+    @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16])
+    def test_short_names_of_types(self, dtype: object) -> None:
+        options = EstimateOptions(dtype=dtype, autocast=dtype)
+        assert (options.dtype, options.autocast) == ("bfloat16", "bfloat16")
 
     def test_cheap_flags_are_checked_before_anything_is_imported(self) -> None:
         words = ["estimate", "x", "--device", "h100", "--batch", "0", "--seq", "abc", "--memory", "24XB"]

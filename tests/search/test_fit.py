@@ -372,7 +372,7 @@ def test_a_range_bounds_the_search() -> None:
         ({"device": torch.device("cuda")}, r"device: expected the name of a profile, got .* leave `device` out"),
         ({"device": "cuda:0"}, r"device: unknown profile 'cuda:0' .* leave `device` out for a device that is present"),
         ({"device": "h2000"}, r"did you mean 'h200'"),
-        ({"ofload": "cpu"}, r"fit: unknown option 'ofload'"),
+        ({"ofload": "cpu"}, r"find_batch_size: unknown option 'ofload'"),
     ],
 )
 def test_faults_are_one_clear_error(arguments: dict[str, object], message: str) -> None:

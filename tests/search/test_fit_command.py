@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import graphckpt
 from graphckpt import Plan, progress
 from graphckpt.blocks.apply import policies_from_file
 from graphckpt.cli import main
@@ -332,3 +333,14 @@ def test_unused_parameters_are_found_at_a_cost() -> None:
         with fake_steps_from("configs/quickstart.py", words, device="cpu") as steps:
             peaks.append(steps.plan("4GiB").plain_peak_bytes)
     assert peaks[1] > peaks[0]
+
+
+def test_the_command_has_a_second_name(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for name in ("find-batch-size", "fit"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "usage: graphckpt find-batch-size" in texts[0]
+    assert graphckpt.fit is graphckpt.find_batch_size

@@ -154,7 +154,7 @@ def test_a_range_is_never_tried_below_its_first_size() -> None:
 def test_another_error_names_the_size_at_which_it_was_raised(error: type[Exception]) -> None:
     with pytest.raises(error, match="got a batch of 8") as info:
         graphckpt.fit(Limited(lambda size: False, error), batch_sizes=[16, 8], memory_budget="1GiB")
-    assert info.value.__notes__ == ["fit: raised at batch size 8"]
+    assert info.value.__notes__ == ["find_batch_size: raised at batch size 8"]
 
 
 def test_each_kind_of_fault_is_one_note() -> None:

@@ -1,4 +1,4 @@
-"""``graphckpt fit``: finds the largest and the fastest batch, and compares layouts of a cluster."""
+"""``graphckpt find-batch-size``: finds the largest and the fastest batch, and compares layouts of a cluster."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device rtx4090 --global-batch-size 512 --plot fit.png
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 40GiB --batch-sizes 8,16,32
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 --batch-sizes 1:64 --json
-  graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
-  graphckpt fit --config-file configs/llama_pretrain.py --device h200 --world-size 64 train.global_batch_size=256
-  graphckpt fit --config-file configs/llama_pretrain.py --device h200 --world-size 16 train.global_batch_size=64 \\
-      --layout "dp=16 zero=3" --layout "dp=4 tp=4 zero=2"
+  graphckpt find-batch-size --config-file configs/gpt2_pretrain.py --device h200
+  graphckpt find-batch-size --config-file configs/gpt2_pretrain.py --device rtx4090 \\
+      --global-batch-size 512 --plot fit.png
+  graphckpt find-batch-size --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 40GiB \\
+      --batch-sizes 8,16,32
+  graphckpt find-batch-size --config-file configs/gpt2_pretrain.py --device h200 --batch-sizes 1:64 --json
+  graphckpt find-batch-size --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
+  graphckpt find-batch-size --config-file configs/gpt2_pretrain.py --device h200 \\
+      task.loss_head=True --head loss_head=tiles:8:sum
+  graphckpt find-batch-size --config-file configs/llama_pretrain.py --device h200 --world-size 64 \\
+      train.global_batch_size=256
+  graphckpt find-batch-size --config-file configs/llama_pretrain.py --device h200 --world-size 16 \\
+      train.global_batch_size=64 --layout "dp=16 zero=3" --layout "dp=4 tp=4 zero=2"
 
 The device may be absent, and no tensor allocates memory. With train.dist and train.zero_optimization the step and its
 batch sizes are those of one rank. The step is simulated at each batch size of the table, under all policies and then
@@ -38,11 +42,12 @@ exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 st
 """
 
 
-def add_fit(commands: Commands) -> None:
+def add_find_batch_size(commands: Commands) -> None:
     parser = add_step_command(
         commands,
-        "fit",
-        _fit,
+        "find-batch-size",
+        _find_batch_size,
+        aliases=["fit"],
         budget_help="the peak of the whole step: bytes, 24GiB, 50%% of the device's memory, or max (that memory less a "
         "headroom, the default)",
         help="find the largest and the fastest batch size for a memory budget",
@@ -85,7 +90,7 @@ def add_fit(commands: Commands) -> None:
     )
 
 
-def _fit(parsed: argparse.Namespace) -> int:
+def _find_batch_size(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.options import check_budget  # noqa: PLC0415 - as above
 
     machine = machine_of(parsed)  # it and the budget are checked before the config is imported
