@@ -22,6 +22,8 @@ from graphckpt.train.data import TextData
 from graphckpt.train.own_data import OwnData
 from graphckpt.train.settings import TrainConfig
 
+SECOND_NAMES = {"fit"}
+"""Of names that the reference has under their first one."""
 ROOT = Path(__file__).parent.parent.parent
 REFERENCE = load_script("reference")
 
@@ -83,7 +85,7 @@ def test_the_page_of_the_api_begins_with_a_line_for_each_name() -> None:
         "apply", "remove", "plan", "verify", "estimate", "find_batch_size", "Graph"
     ]  # fmt: skip
     rows = dict(re.findall(r"^\| \[`([\w.]+)`\]\(api/\w+.md#[\w.]+\) \| (.+) \|$", table, re.MULTILINE))
-    assert {f"graphckpt.{name}" for name in graphckpt.__all__} - rows.keys() == set()
+    assert {f"graphckpt.{name}" for name in {*graphckpt.__all__} - SECOND_NAMES} - rows.keys() == set()
     assert "graphckpt.blocks.presets.every_k" in rows
     for name in rows:
         module, _, attribute = name.rpartition(".")
@@ -103,4 +105,4 @@ def test_every_public_name_is_in_the_reference() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference").rglob("*.md")]
     shown = {name.rpartition(".")[2] for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
     public = {*graphckpt.__all__, *blocks.__all__, *planning.__all__, *graph.__all__, *train.__dict__["_PUBLIC"]}
-    assert public - shown == set()
+    assert public - shown == SECOND_NAMES

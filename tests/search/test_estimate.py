@@ -378,7 +378,7 @@ class TestErrors:
                 {"optimizer": "adamw-8bit"},
                 "optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum or adafactor",
             ),
-            ({"dtype": "bf16"}, "dtype: expected float32, bfloat16 or float16, got 'bf16'"),
+            ({"dtype": "bf8"}, "dtype: expected float32, bfloat16 or float16, got 'bf8'"),
             ({"autocast": torch.float64}, "autocast: expected bfloat16 or float16, got 'float64'"),
             ({"attention": "flash_attention_2"}, "attention: expected sdpa or eager"),
             ({"task": "poetry"}, "task: expected causal-lm, seq2seq-lm"),
