@@ -105,6 +105,10 @@ current_accelerator = torch._C._accelerator_getAccelerator
 """``torch.accelerator.current_accelerator()`` without its Python, and without a copy of its result."""
 
 
+is_any_autocast_enabled = _is_any_autocast_enabled
+"""Returns whether autocast is on for any kind of device: a sixth of the time that it takes to ask for one by name."""
+
+
 attention_kernels_enabled = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_flash_sdp_enabled,
@@ -558,7 +562,7 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     without_casts = _keys_without_casts(func)
     if without_casts:
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it was when Python called PyTorch
-            if _is_any_autocast_enabled():
+            if is_any_autocast_enabled():
                 keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
     if not keys:
         return func(*args, **kwargs)

@@ -20,6 +20,7 @@ from graphckpt._compat import (
     attention_kernels_enabled,
     call_with_autocast,
     foreign_modes,
+    is_any_autocast_enabled,
     is_watched,
     num_function_modes,
     push_modes,
@@ -194,7 +195,7 @@ def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
     device = torch.get_default_device() if num_function_modes() else _CPU  # a mode, which it looks for in Python
     defaults = device, torch.get_default_dtype()
     if not devices:
-        return defaults, kernels, _autocast("cpu") if _is_autocast_enabled("cpu") else _NO_AUTOCAST
+        return defaults, kernels, _autocast("cpu") if is_any_autocast_enabled() else _NO_AUTOCAST
     kinds = dict.fromkeys(device.type for device in devices)
     return defaults, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
 
@@ -271,12 +272,11 @@ def _set_autocast(now: tuple[int, bool, list[tuple[str, bool, torch.dtype]]], cl
 
 
 def is_autocast(ambient: Ambient) -> bool:
-    return True in [autocast[1] for autocast in ambient[2:]]  # type: ignore[index]
+    return ambient[2] is not _NO_AUTOCAST and any(autocast[1] for autocast in ambient[2:])  # type: ignore[index]
 
 
 _CPU = torch.device("cpu")
 _NO_AUTOCAST = "cpu", False
-_is_autocast_enabled = torch.is_autocast_enabled
 _math_enabled, _flash_enabled, _efficient_enabled, _cudnn_enabled = attention_kernels_enabled
 _ENABLE_KERNELS = (
     torch.backends.cuda.enable_math_sdp,

@@ -191,6 +191,17 @@ def test_a_hook_is_found_and_removed_without_its_handle() -> None:
     assert [dict(table) for table in tables] == before
 
 
+def test_autocast_for_any_kind_of_device_shows_without_its_name() -> None:
+    assert not _compat.is_any_autocast_enabled()
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, True)
+        try:
+            assert _compat.is_any_autocast_enabled()
+        finally:
+            torch.set_autocast_enabled(kind, False)
+    assert not _compat.is_any_autocast_enabled()
+
+
 def test_enabled_attention_kernels_are_the_same_without_python() -> None:
     cuda = torch.backends.cuda
     public = cuda.math_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled

@@ -11,8 +11,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, starmap
-from operator import is_, itemgetter
+from itertools import chain, islice, repeat, starmap
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
 
@@ -60,9 +60,8 @@ from graphckpt.undo import Undo
 #   subject                            by `take`, before the call         by `put_in_place`, for the recomputation
 #   attributes of a module             copies its `__dict__`              a copy of that is its `__dict__`: whatever the
 #                                                                         recomputation sets is gone with it
-#   its buffers and children, by       copies these dicts                 the dicts have these contents: handles of
-#   name; its hooks                                                       hooks refer to the dicts
-#   its parameters, by name            likewise                           the dict has these parameters, except those
+#   its parameters, buffers and        copies these dicts                 the dicts have these contents: handles of
+#   children, by name; its hooks                                          hooks refer to the dicts; not the parameters
 #                                                                         that FSDP exchanges
 #   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
 #   object in an attribute                                                one if it is gone, or replaced by another
@@ -91,18 +90,69 @@ Modes: TypeAlias = tuple[bool | None, ...]
 _OWN: Final = [*nn.Module().__dict__]
 _OWN_NAMES: Final = frozenset(_OWN)
 _DICTS: Final = (
-    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+_dicts_of: Final = itemgetter(*_DICTS)
+_values_of: Final = methodcaller("values")
+_version_of: Final = attrgetter("_version")
+_requires_grad_of: Final = attrgetter("requires_grad")
+_fields_of: Final = attrgetter("__dict__")
 _NUMBERS: Final = (ATOMS - {type(None)}) | {tuple}  # what is `None` may become anything
-_dicts_of: Final = itemgetter(*_DICTS[:5])  # nearly always empty; the others are notes about hooks
-_parameters_of: Final = itemgetter("_parameters")
 _NORMS: Final = nn.modules.batchnorm._NormBase
 # An attribute that reaches more than this is a part of the program: a walk of it takes 100 us.
 _MAX_REACHED: Final = 256
 _MAX_ITEMS: Final = 4096  # likewise, in all of these
 _GLOBAL_HOOKS: Final = [*chain.from_iterable(global_forward_hooks())]  # of `register_module_forward_hook`
 _set_attribute: Final = object.__setattr__  # `nn.Module.__setattr__` looks for parameters
+
+
+@final
+class Dicts:
+    """The dicts of parameters, buffers, children and hooks of some modules, and what they hold.
+
+    Nearly all of them are empty, and nearly always they hold the same later: so that what they hold is compared fast,
+    in a few calls of C, it is flat.
+    """
+
+    __slots__ = ("_filled", "_keys", "_sizes", "_values", "owners")
+
+    def __init__(self, owners: list[dict[Any, Any]]) -> None:
+        self.owners = owners
+        """As many of each module as ``_DICTS`` has names, in that order."""
+        self._filled = filled = [*filter(None, owners)]
+        self._sizes = [*map(len, filled)]
+        self._keys = [*chain.from_iterable(filled)]
+        self._values = [*chain.from_iterable(map(_values_of, filled))]
+
+    def now(self) -> Dicts:
+        """Returns the same dicts with what they hold now; itself if that is the same, in the same order."""
+        filled = [*filter(None, self.owners)]
+        is_same = (
+            len(filled) == len(self._filled)
+            and all(map(is_, filled, self._filled))
+            and [*map(len, filled)] == self._sizes
+            and [*chain.from_iterable(filled)] == self._keys
+            and all(map(is_, chain.from_iterable(map(_values_of, filled)), self._values))
+        )
+        return self if is_same else Dicts(self.owners)
+
+    def contents(self) -> dict[int, dict[Any, Any]]:
+        """Returns what those hold that are not empty, by their ids."""
+        items = zip(self._keys, self._values, strict=True)
+        return {id(owner): dict(islice(items, size)) for owner, size in zip(self._filled, self._sizes, strict=True)}
+
+    def put(self, unchanged: Iterable[dict[Any, Any]] = ()) -> None:
+        """Gives the dicts their contents back, but ``unchanged`` ones and parameters that FSDP has exchanged."""
+        if self.now() is self:
+            return
+        contents = self.contents()
+        ids = {*map(id, unchanged)}
+        for owner in self.owners:
+            then = contents.get(id(owner), {})
+            if (owner or then) and id(owner) not in ids:
+                restore(owner, {key: _exchanged(owner.get(key), each) for key, each in then.items()})
 
 
 @final
@@ -119,22 +169,20 @@ class CallState:
     """Parameters, then buffers, then tensors in attributes: all indices count so."""
     places: list[Place]
     """Where those behind the parameters are, in this order."""
-    versions: tuple[int, ...]
+    versions: list[int]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
     shared: Collection[int]
     """The indices of those that share memory with others."""
-    parameters: list[tuple[int, dict[str, Any]]]
-    """Of the modules that have some: number of the module, parameters by name."""
-    dicts: Objects
-    """The dicts of buffers, children and hooks that are not empty, and their contents."""
-    trainable: tuple[bool, ...]
+    dicts: Dicts
+    """Of parameters, buffers, children and hooks."""
+    trainable: list[bool]
     """``requires_grad`` of each parameter."""
     object_copies: list[tuple[int, str, ObjectCopy]]
     """Of containers and objects in attributes: number of the module, name of the attribute."""
     objects: Objects
     """The contents of what these reach, and the versions of the tensors in them."""
-    with_history: frozenset[int]
+    with_history: Collection[int]
     """The indices of the attributes that have a history."""
     scripted: list[ScriptedValue]
     changed_tensors: list[torch.Tensor]
@@ -213,7 +261,7 @@ class ModuleState:
     """Takes the state of the modules of a block before its calls, and puts it in place."""
 
     __slots__ = (
-        "_children", "_containers", "_ends", "_freed", "_large", "_last", "_learnt_modes", "_modules", "_moved",
+        "_children", "_ends", "_freed", "_large", "_last", "_learnt_modes", "_leaves", "_modules", "_moved", "_parents",
         "_plain", "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
@@ -228,9 +276,8 @@ class ModuleState:
         self._freed: list[Any] = []  # of the modules, which append themselves when they are freed
         self._ends = [weakref.ref(module, self._freed.append) for module in members]
         children = [module._modules for module in members]
-        self._containers = [at for at, each in enumerate(children) if each]
-        # Ids: to hold the children would make cycles.
-        self._children = children, [id(child) for each in children for child in each.values()]
+        self._parents, self._leaves = [each for each in children if each], [each for each in children if not each]
+        self._children = [id(child) for each in children for child in each.values()]
         # The ids of the tensors of the last call that has copied some, and those of them that share memory.
         self._shared: tuple[list[int], frozenset[int]] = [], frozenset()
         self._sizes: list[int] = []  # how many attributes each module had when `_look` was called, PyTorch's own too
@@ -249,13 +296,15 @@ class ModuleState:
 
     def is_stale(self) -> bool:
         """Whether a submodule was added, removed or replaced since, as adapters do."""
-        children, ids = self._children
         # A new child may have got the memory, and so the id, of one that is gone.
-        is_same = [*map(id, chain.from_iterable(map(dict.values, children)))] == ids and not self._freed
-        return self.is_lazy or not is_same
+        is_same = [*map(id, chain.from_iterable(map(dict.values, self._parents)))] == self._children and not self._freed
+        return self.is_lazy or not is_same or any(self._leaves)
+
+    def _live_modules(self) -> list[nn.Module]:
+        return [_FREED if (module := ref()) is None else module for ref in self._modules]
 
     def tensors(self) -> list[torch.Tensor]:
-        live = _fields_of(self._modules)
+        live = [*map(_fields_of, self._live_modules())]
         own = (tensor for fields in live for name in ("_parameters", "_buffers") for tensor in fields[name].values())
         return [tensor for tensor in chain(own, self._scripted_parameters) if tensor is not None]
 
@@ -269,25 +318,17 @@ class ModuleState:
 
         Of large tensors it clones those that earlier calls have modified, or those of which ``has_moved`` says so.
         """
-        fields = [*map(dict.copy, _fields_of(self._modules))]
+        fields = [*map(dict.copy, map(_fields_of, self._live_modules()))]
         modes = tuple([each.get("training") for each in fields])
-        named: list[tuple[int, dict[str, Any]]] = []
-        parameters: list[Any] = []
+        owners = [*chain.from_iterable(map(_dicts_of, fields))]
+        own_parameters, own_buffers = owners[:: len(_DICTS)], owners[1 :: len(_DICTS)]
+        parameters = [*chain.from_iterable(map(dict.values, filter(None, own_parameters))), *self._scripted_parameters]
         tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
         places: list[Place] = []
-        dicts: Objects = [(each := fields[at]["_modules"], each.copy()) for at in self._containers]
-        for at, (own, has_any) in enumerate(
-            zip(map(_parameters_of, fields), map(any, map(_dicts_of, fields)), strict=True)
-        ):
-            if own:
-                named.append((at, own.copy()))
-                parameters += own.values()
-            if has_any:
-                dicts += [(each, each.copy()) for name in _DICTS if (each := fields[at][name])]
-                for key, buffer in fields[at]["_buffers"].items():
-                    tensors.append(buffer)
-                    places.append((at, "_buffers", key))
-        parameters += self._scripted_parameters
+        if any(own_buffers):
+            for at, own in enumerate(own_buffers):
+                tensors += own.values()
+                places += [(at, "_buffers", key) for key in own]
         if [*map(len, fields)] != self._sizes:
             self._look(fields)
         num_buffers, first = len(tensors), len(parameters)
@@ -297,11 +338,11 @@ class ModuleState:
         if attributes.versions or any(_GLOBAL_HOOKS):
             objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
         is_first = has_moved is None and modes not in self._learnt_modes
-        moved = self._moved.get(modes, ())
+        moved = self._moved.get(modes, ()) if tensors else ()
         copies = {}
         # Without a list of those that small ones were in earlier calls: the check takes 0.2 us, and a tensor of another
         # size may have come under the same name.
-        for at, (tensor, place) in enumerate(zip(tensors, places, strict=True), first):
+        for at, (tensor, place) in enumerate(zip(tensors, places, strict=True), first) if tensors else ():
             is_cheap = is_first or is_small(tensor) or self._is_statistic(place, fields)
             if (is_cheap or (place in moved if has_moved is None else has_moved(tensor))) and is_clonable(tensor):
                 copies[at] = (tensor.detach() if tensor.requires_grad else tensor).clone()
@@ -321,12 +362,11 @@ class ModuleState:
             versions=_read_versions(tensors),
             copies=copies,
             shared=self._shared[1],
-            parameters=named,
-            dicts=dicts,
+            dicts=Dicts(owners),
             trainable=_trainable(parameters),
             object_copies=attributes.objects,
             objects=objects,
-            with_history=frozenset([first + each for each in attributes.with_history]),
+            with_history={first + each for each in attributes.with_history} if attributes.with_history else (),
             scripted=self._scripted.take() if self._scripted.attributes else [],
             changed_tensors=[],
         )
@@ -363,7 +403,8 @@ class ModuleState:
         self._sizes, self._users = [*map(len, fields)], []
         for at, (ref, own) in enumerate(zip(self._modules, fields, strict=True)):
             num_own = len(_OWN) if [*islice(own, len(_OWN))] == _OWN else 0
-            values = [*islice(own.values(), num_own, None)]
+            # Not the policy of a block, which is its `forward`.
+            values = [each for each in islice(own.values(), num_own, None) if not _is_own(each)]
             values += chain.from_iterable(value for value in values if type(value) is tuple)
             is_users = not type(ref()).__module__.startswith("torch.")
             if is_users or not num_own or not _NUMBERS.issuperset(map(type, values)):
@@ -425,7 +466,9 @@ class ModuleState:
         return None
 
     def name(self, index: int, state: CallState) -> str:
-        places = dict(enumerate([(at, "", key) for at, own in state.parameters for key in own]))
+        contents = state.dicts.contents()
+        parameters = [contents.get(id(each), {}) for each in state.dicts.owners[:: len(_DICTS)]]
+        places = dict(enumerate([(at, "", key) for at, own in enumerate(parameters) for key in own]))
         places |= enumerate(state.places, len(state.trainable))
         if index not in places:
             return self._scripted.name(state.tensors[index])
@@ -440,44 +483,29 @@ class ModuleState:
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
         present = set(map(id, self.tensors()))
-        present.update(id(value) for fields in _fields_of(self._modules) for value in fields.values())
+        present.update(id(value) for module in self._live_modules() for value in module.__dict__.values())
         yield from (tensor for tensor in state.tensors if tensor is not None and id(tensor) not in present)
         for _, _, copied in state.object_copies:
             yield from tensors_in([copied.content])
 
     # ---- for a recomputation
 
-    def put_in_place(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> Borrowed:
-        """Puts the state before the call in place; ``undo`` puts back what is there now.
+    def put_in_place(
+        self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo, *, is_of_child: bool = False
+    ) -> Borrowed:
+        """Puts the state of then in place; ``undo`` puts back what is there now.
 
-        Containers and objects get a ``stand_in`` for each tensor that was modified in place since.
+        Containers and objects get a ``stand_in`` for each tensor that was modified in place since. Of an excluded child
+        (``is_of_child``) the parameters stay as they are: those that an optimizer has modified are hidden by then.
         """
-        live = _fields_of(self._modules)
-        present = _parameters_in(live)
-        wanted = state.tensors[: len(state.trainable) - len(self._scripted_parameters)]
-        if len(present) == len(wanted) and all(map(is_, present, wanted)):
-            # The recomputation may replace some, and end before it puts them back.
-            undo.append((_put_parameters, (state.parameters, live, present)))
-        else:  # `functional_call` had replaced them, for example
-            undo += [(restore, (own := each["_parameters"], own.copy())) for each in live]
-            _put_parameters(state.parameters, live, wanted)
-        borrowed = self.put_attributes(state, stand_in, undo)
-        trainable = _trainable(state.tensors[: len(state.trainable)])
-        undo.append((_give_trainable, (state.tensors, trainable)))
-        if trainable != state.trainable:
-            _give_trainable(state.tensors, state.trainable)
-        return borrowed
-
-    def put_attributes(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> Borrowed:
-        """Puts all but parameters in place, likewise."""
-        live = _fields_of(self._modules)
+        modules = self._live_modules()
+        live = [*map(_fields_of, modules)]
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
-        # The dicts of buffers, children and hooks stay, with other contents: handles of hooks refer to them.
-        ids = {id(owner) for owner, _ in state.dicts}
-        added: Objects = [(each, {}) for each in _filled_dicts(live) if id(each) not in ids]
-        if added or state.dicts:
-            swap([*state.dicts, *added], undo)
-        undo.append((_empty_others, (ids, fields)))
+        parameters, dicts = state.tensors[: len(state.trainable)], state.dicts
+        present, trainable = dicts.now(), _trainable(parameters)
+        undo += [(_give, (modules, live, parameters, trainable)), (present.put, ())]
+        if present is not dicts:
+            dicts.put(dicts.owners[:: len(_DICTS)] if is_of_child else ())
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -487,9 +515,7 @@ class ModuleState:
         if any(_GLOBAL_HOOKS):
             before = {id(owner): content for owner, content in state.objects}
             swap([(hooks, before.get(id(hooks), {})) for hooks in _GLOBAL_HOOKS], undo)
-        modules = [ref() for ref in self._modules]
-        undo.append((_give_fields, (modules, live)))
-        _give_fields(modules, fields)
+        _give(modules, fields, parameters, trainable if is_of_child else state.trainable)
         if state.scripted:
             self._scripted.put_in_place(state.scripted, undo)
         return self._put_tensors(state, fields, undo) if state.copies else NOTHING_BORROWED
@@ -524,70 +550,39 @@ class ModuleState:
         """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
         pairs = zip(state.tensors, state.versions, strict=True)
         modified = {id(each) for each, version in pairs if id(each) in unread and each._version != version}
-        for fields in _fields_of(self._modules):
-            own = fields["_parameters"]
+        for own in state.dicts.owners[:: len(_DICTS)]:
             if not modified.isdisjoint(map(id, own.values())):
                 undo.append((restore, (own, own.copy())))
                 own.update({key: stand_in(each) for key, each in own.items() if id(each) in modified})
 
 
-_NO_MODULE: Final[Fields] = {**nn.Module().__dict__, "training": None}
+def _is_own(value: object) -> bool:
+    return type(value).__module__.startswith("graphckpt.")
 
 
-def _fields_of(modules: Iterable[weakref.ref[nn.Module]]) -> list[Fields]:
-    return [_NO_MODULE if (module := ref()) is None else module.__dict__ for ref in modules]
+_FREED: Final = nn.Module()  # stands for a module that is gone
 
 
-def _filled_dicts(fields: list[Fields]) -> list[dict[Any, Any]]:
-    """Returns the dicts of buffers and hooks that are not empty."""
-    return [*filter(None, chain.from_iterable(map(_dicts_of, fields)))]
+def _exchanged(now: Any, then: Any) -> Any:
+    return now if isinstance(then, nn.Parameter) and is_sharding(now, then) else then
 
 
-def _empty_others(ids: set[int], fields: list[Fields]) -> None:
-    """Empties the dicts that a recomputation has put hooks or buffers into, and drops their notes.
-
-    Those with one of these ``ids`` are not among them.
-    """
-    others = [each for each in _filled_dicts(fields) if id(each) not in ids]
-    numbers = {number for each in others for number in each}  # of hooks; buffers have names
-    for each in others:
-        each.clear()
-    for own in fields if numbers else ():
-        for name in _DICTS[5:]:
-            for number in numbers.intersection(own[name]):
-                del own[name][number]
+def _give(
+    modules: list[nn.Module], fields: list[Fields], parameters: Sequence[torch.Tensor | None], trainable: list[bool]
+) -> None:
+    """Gives modules their ``__dict__``, and parameters their ``requires_grad``."""
+    [*map(_set_attribute, modules, repeat("__dict__"), fields)]
+    if _trainable(parameters) != trainable:
+        for parameter, is_trainable in zip(parameters, trainable, strict=True):
+            if parameter is not None and parameter.requires_grad is not is_trainable:
+                parameter.requires_grad_(is_trainable)
 
 
-def _parameters_in(fields: list[Fields]) -> list[Any]:
-    return [*chain.from_iterable(map(dict.values, map(_parameters_of, fields)))]
-
-
-def _put_parameters(parameters: list[tuple[int, dict[str, Any]]], live: list[Fields], wanted: Sequence[Any]) -> None:
-    """Gives the modules ``parameters``, of which ``wanted`` are the tensors."""
-    present = _parameters_in(live)
-    if len(present) == len(wanted) and all(map(is_, present, wanted)):
-        return
-    before = dict(parameters)
-    for at, fields in enumerate(live):
-        now, then = fields["_parameters"], before.get(at, {})
-        restore(now, {key: now[key] if is_sharding(now.get(key), each) else each for key, each in then.items()})
-
-
-def _give_fields(modules: list[nn.Module | None], fields: list[Fields]) -> None:
-    """Makes ``fields`` the ``__dict__`` of the modules."""
-    for module, own in zip(modules, fields, strict=True):
-        if module is not None:
-            _set_attribute(module, "__dict__", own)
-
-
-def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:
-    return tuple([each is not None and each.requires_grad for each in parameters])
-
-
-def _give_trainable(tensors: Iterable[torch.Tensor | None], trainable: tuple[bool, ...]) -> None:
-    for tensor, is_trainable in zip(tensors, trainable, strict=False):
-        if tensor is not None and tensor.requires_grad is not is_trainable:
-            tensor.requires_grad_(is_trainable)
+def _trainable(parameters: Sequence[torch.Tensor | None]) -> list[bool]:
+    try:
+        return [*map(_requires_grad_of, parameters)]
+    except AttributeError:  # of a layer without a bias
+        return [each is not None and each.requires_grad for each in parameters]
 
 
 def _give_memory(tensor: torch.Tensor, data: torch.Tensor, version: int) -> None:
@@ -632,17 +627,17 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     return not is_sparse_in_memory(tensor)  # the clone would be dense
 
 
-def _read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+def _read_versions(tensors: Sequence[Any]) -> list[int]:
     try:
-        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
-    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
-        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
+        return [*map(_version_of, tensors)]
+    except (AttributeError, RuntimeError):  # of `None`; of what a call in inference mode has set as an attribute
+        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def has_changed(state: CallState, index: int) -> bool:
     """Whether a tensor that was copied differs from its copy; of those without values the versions are compared."""
     now, then = state.tensors[index], state.copies[index]
-    if _read_versions([now]) != (state.versions[index],):
+    if _read_versions([now]) != [state.versions[index]]:
         return True
     if not (has_plain_values(now) and has_plain_values(then)):
         return False

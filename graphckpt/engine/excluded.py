@@ -135,7 +135,7 @@ class ExcludedCall:
         state, after = self._state
         if state.mutated(after, [id(each) for each in after.tensors[: len(after.trainable)]]) is not None:
             return False, None
-        run.borrow(state.put_attributes(after, run.frame.stand_in, run.undo))
+        run.borrow(state.put_in_place(after, run.frame.stand_in, run.undo, is_of_child=True))
         return True, build_value(self._spec, leaves)
 
 

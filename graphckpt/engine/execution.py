@@ -174,7 +174,7 @@ class Recomputation(Execution):
         self.comparison: Comparison | None = None
         self.draws_differ = False
         """Whether other numbers may have been drawn: see Note [Threads that draw from one generator]."""
-        self._num_calls = num_calls_elsewhere(frame.devices)
+        self._num_calls = 0.0 if frame.random_after is None else num_calls_elsewhere(frame.devices)
         self._first_fault: mismatch.Fault | None = None
 
     @property
@@ -236,9 +236,9 @@ class Recomputation(Execution):
         # Not held any more: with its traceback it would hold this recomputation, and nodes of autograd that hold the
         # call, which the garbage collector does not see.
         error, self.mismatch = self.mismatch, None
+        assert error is not None
         try:
-            if error is not None:
-                raise error
+            raise error
         finally:
             del error
 

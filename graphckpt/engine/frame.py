@@ -272,9 +272,10 @@ class Frame(Execution, Call):
                 sampler.number += not is_nested
             elif check != "none" or reports:
                 self.values = begin_check(block, check, is_learning=learning, is_nested=is_nested)
-            may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
+            host_modes = state.host_rng_modes  # nearly always empty: modes are hashed one by one
+            may_draw_on_host = call_state.is_first or (host_modes and call_state.modes in host_modes)
             num_calls = enter_call(self, self.devices, is_outermost=outer is None)
-            self._random = get_rng_state(self.devices, host=may_draw_on_host)
+            self._random = get_rng_state(self.devices, host=bool(may_draw_on_host))
             self._ambient = take_ambient(self.devices)
             self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
             self._early_stop &= not learning  # a first call's runs to its end, to detect extra saved tensors
@@ -408,7 +409,7 @@ class Frame(Execution, Call):
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
-        if self.is_active or self.outer is not None or innermost() is not None:
+        if self.is_active or self.outer is not None or running.get() is not None:
             self._refuse_backward_inside()
         value = holder.value
         if value is None:
@@ -562,7 +563,7 @@ class Frame(Execution, Call):
         state, call_state, arguments = self._state, self.call_state, self._arguments
         with engine_ops() if is_watched() else _NOTHING:
             # Nothing is changed yet: what raises here, or recomputes another block, leaves nothing to undo.
-            unread = self._modified_and_unread()
+            unread = () if state.mutated(call_state) is None else self._modified_and_unread()
             random_now, ambient_now = self.rng_state(), take_ambient(self.devices)  # 1
             undo += [(set_grad_enabled, (torch.is_grad_enabled(),)), (set_rng_state, (random_now,))]
             leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())  # 2
@@ -576,6 +577,7 @@ class Frame(Execution, Call):
                 args, kwargs = arguments.assemble(leaves, self.stand_in, undo)
                 # 4
                 set_rng_state(self._random)
+                # Also where it is the same one: the cache of casts belongs to the region in which backward was called.
                 if ambient_now != self._ambient or is_autocast(ambient_now):
                     enter_ambient(undo, self._ambient, ambient_now)
                 if self._modes != _NO_MODES:
@@ -597,7 +599,8 @@ class Frame(Execution, Call):
                     raise
             finally:
                 put_back(undo)  # 7 and, with the first two entries, 8
-        run.raise_mismatch()
+        if run.mismatch is not None:
+            run.raise_mismatch()
         return run
 
     def _run_again(self, run: Recomputation, on_pack: OnPack, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -631,8 +634,6 @@ class Frame(Execution, Call):
 
         An optimizer that steps in backward has modified those of an excluded child whose backward is over.
         """
-        if self._state.mutated(self.call_state) is None:
-            return frozenset()
         unread = self._unread_parameters()
         changed = self._state.mutated(self.call_state, unread)
         if changed is not None:
