@@ -5,6 +5,9 @@ of its own; within a process, the two kinds of recomputation run in turns, and t
 the machine can only lengthen a step.
 
     python benchmarks/engine.py [--other TREE] [--rounds 5] [--turns 25]
+
+A second table has what the steps of a call take, of the MLP: the functions of the engine are timed where they are
+called, one after the other, and the clock's own time is taken off.
 """
 
 from __future__ import annotations
@@ -18,13 +21,31 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import process_time
+from time import perf_counter_ns, process_time
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 64
 COPIES = 4
 """How often a block stands in a row: what a call costs beside others of its kind, not in a hot loop."""
+
+
+STEPS = (
+    ("the call of a block, with its forward", "frame:Frame.run"),
+    ("are the modules the same", "call_state:ModuleState.is_stale"),
+    ("context variables", "frame:context_of_call"),
+    ("the state of the modules is copied", "call_state:ModuleState.take"),
+    ("arguments are taken apart", "saved:Arguments.__init__"),
+    ("arguments are kept", "saved:Arguments.keep"),
+    ("state of generators (three times)", "frame:get_rng_state"),
+    ("autocast and defaults (twice)", "frame:take_ambient"),
+    ("after forward", "frame:Frame._after_forward"),
+    ("a recomputation, with its forward", "frame:Frame._recompute"),
+    ("the arguments are taken", "saved:Arguments.take"),
+    ("the state of the modules is put in place", "call_state:ModuleState.put_in_place"),
+    ("what was there is put back", "frame:put_back"),
+)
+"""What is timed, and where it is in ``graphckpt.engine``; what another tree has not is left out."""
 
 
 def blocks() -> dict[str, tuple[Callable[[], Any], tuple[int, ...], int]]:
@@ -106,6 +127,61 @@ def measure(turns: int) -> dict[str, tuple[float, float]]:
     return seconds
 
 
+def time_steps(turns: int) -> dict[str, float]:
+    """Returns the microseconds that each step takes of a call of the MLP, the medians of many calls."""
+    import importlib  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    import graphckpt  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    make, shape, _ = blocks()["MLP of 3 layers"]
+    model = torch.nn.ModuleList([make() for _ in range(COPIES)]).train()
+    graphckpt.apply(model, {"*": True})
+    x = torch.randn(shape)
+
+    def step() -> None:
+        y = x
+        for layer in model:
+            y = layer(y)
+        y.sum().backward()
+
+    def timed(function: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = perf_counter_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                times.append(perf_counter_ns() - begin)
+
+        return call
+
+    empty: list[int] = []
+    nothing = timed(lambda: None, empty)
+    for _ in range(1000):
+        nothing()
+    found = {}
+    for step_name, place in STEPS:
+        module, _, name = place.partition(":")
+        owner = importlib.import_module(f"graphckpt.engine.{module}")
+        *path, last = name.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        function = getattr(owner, last, None)
+        if function is None:
+            continue
+        times: list[int] = []
+        setattr(owner, last, timed(function, times))
+        for _ in range(40 * turns):
+            step()
+        setattr(owner, last, function)
+        times = times[len(times) // 4 :]
+        per_call = len(times) / (30 * turns * COPIES)
+        found[step_name] = (median(times) - median(empty)) * per_call / 1000
+    return found
+
+
 def main() -> None:
     """Runs the trees in turns, and writes the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -115,19 +191,23 @@ def main() -> None:
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        print(json.dumps(measure(options.turns)))
+        print(json.dumps([measure(options.turns), time_steps(options.turns)]))
         return
     from report import header, table, write  # noqa: PLC0415 - it imports PyTorch
 
     trees = {"here": ROOT} | ({} if options.other is None else {"other": options.other.resolve()})
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    steps: dict[tuple[str, str], list[float]] = {}
     for _ in range(options.rounds):
         for tree, place in trees.items():
             environment = os.environ | {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, __file__, "--job", "--turns", str(options.turns)]
             done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=True)
-            for subject, pair in json.loads(done.stdout.splitlines()[-1]).items():
+            pairs, times = json.loads(done.stdout.splitlines()[-1])
+            for subject, pair in pairs.items():
                 found.setdefault((subject, tree), []).append(tuple(pair))
+            for name, microseconds in times.items():
+                steps.setdefault((name, tree), []).append(microseconds)
     rows, lines = [], []
     for (subject, tree), pairs in found.items():
         ratios = sorted(ours / theirs for ours, theirs in pairs)
@@ -143,6 +223,11 @@ def main() -> None:
         "Forward and backward of four blocks in a row, every one recomputed, with the default value check. ratio: the "
         "median of the rounds, and the range.\n\n" + table(columns, lines)
     )
+    rows += [{"step": name, "tree": tree, "microseconds": each} for (name, tree), each in steps.items()]
+    names = dict.fromkeys(name for name, _ in steps)
+    lines = [[n, *(f"{min(steps[n, tree]):.1f}" if (n, tree) in steps else "" for tree in trees)] for n in names]
+    text += "\n\nMicroseconds of the steps of one call of the MLP, the least of the rounds.\n\n"
+    text += table(["step", *trees], lines)
     write("engine", header(rounds=options.rounds, turns=options.turns, copies=COPIES), rows, text)
 
 

@@ -39,7 +39,7 @@ from graphckpt.engine.objects import (
     ObjectCopy,
     Objects,
     changed_tensors,
-    copy_few,
+    copy_some,
     differs,
     find_copied,
     is_plain_data,
@@ -110,11 +110,17 @@ _set_attribute: Final = object.__setattr__  # `nn.Module.__setattr__` looks for 
 
 @final
 class Dicts:
-    """The dicts of parameters, buffers, children and hooks of some modules, and what they hold.
+    """The dicts of parameters, buffers, children and hooks of some modules, and what they hold."""
 
-    Nearly all of them are empty, and nearly always they hold the same later: so that what they hold is compared fast,
-    in a few calls of C, it is flat.
-    """
+    # An example: a linear layer and a ReLU within a Sequential have 30 dicts, of which 2 hold anything:
+    #
+    #   _filled   {"weight": w, "bias": b}   {"0": linear, "1": relu}     the dicts themselves
+    #   _sizes    2                          2
+    #   _keys     "weight", "bias",          "0", "1"
+    #   _values   w, b,                      linear, relu
+    #
+    # Flat, as nearly always nothing has changed, which each recomputation asks before and after it: a comparison in C
+    # takes 1 us for these, one in Python for each dict 4 us. Identities are compared: `==` of tensors is an op.
 
     __slots__ = ("_filled", "_keys", "_sizes", "_values", "owners")
 
@@ -151,7 +157,7 @@ class Dicts:
         ids = {*map(id, unchanged)}
         for owner in self.owners:
             then = contents.get(id(owner), {})
-            if (owner or then) and id(owner) not in ids:
+            if (owner or then) and id(owner) not in ids:  # what is empty now and was so is passed over
                 restore(owner, {key: _exchanged(owner.get(key), each) for key, each in then.items()})
 
 
@@ -318,6 +324,7 @@ class ModuleState:
 
         Of large tensors it clones those that earlier calls have modified, or those of which ``has_moved`` says so.
         """
+        # All below reads these copies, as another thread may set attributes meanwhile.
         fields = [*map(dict.copy, map(_fields_of, self._live_modules()))]
         modes = tuple([each.get("training") for each in fields])
         owners = [*chain.from_iterable(map(_dicts_of, fields))]
@@ -420,16 +427,14 @@ class ModuleState:
             ids = set(map(id, values))
             self._large = {number: value for number, value in self._large.items() if number in ids}
         few = [value for value in values if id(value) not in self._large]
-        objects = copy_few(few, limit=_MAX_REACHED, max_items=_MAX_ITEMS) or self._reach_each(few)
+        objects, is_complete = copy_some(few, _MAX_REACHED, _MAX_ITEMS)
+        if not is_complete:  # later calls do not look into what reaches much
+            copies = [copy_some([value], _MAX_REACHED, _MAX_ITEMS) for value in few]
+            self._large |= {id(value): value for value, (_, is_all) in zip(few, copies, strict=True) if not is_all}
+            objects = [entry for entries, is_all in copies if is_all for entry in entries]
         # It is held until the next call, and so must lead neither to a graph nor back to the modules.
         self._last = (values, objects) if is_plain_data(values, objects) else ([], [])
         return objects
-
-    def _reach_each(self, values: list[Any]) -> Objects:
-        """Notes those that reach much, so that later calls do not look into them."""
-        copies = [copy_few([value], limit=_MAX_REACHED, max_items=_MAX_ITEMS) for value in values]
-        self._large |= {id(value): value for value, copied in zip(values, copies, strict=True) if copied is None}
-        return [entry for copied in copies for entry in copied or ()]
 
     # ---- after a call
 
@@ -503,6 +508,7 @@ class ModuleState:
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
         parameters, dicts = state.tensors[: len(state.trainable)], state.dicts
         present, trainable = dicts.now(), _trainable(parameters)
+        # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
         undo += [(_give, (modules, live, parameters, trainable)), (present.put, ())]
         if present is not dicts:
             dicts.put(dicts.owners[:: len(_DICTS)] if is_of_child else ())
@@ -564,6 +570,7 @@ _FREED: Final = nn.Module()  # stands for a module that is gone
 
 
 def _exchanged(now: Any, then: Any) -> Any:
+    """Returns ``then``, which comes in the place of ``now``, but the parameter that FSDP has there by now."""
     return now if isinstance(then, nn.Parameter) and is_sharding(now, then) else then
 
 
@@ -571,6 +578,7 @@ def _give(
     modules: list[nn.Module], fields: list[Fields], parameters: Sequence[torch.Tensor | None], trainable: list[bool]
 ) -> None:
     """Gives modules their ``__dict__``, and parameters their ``requires_grad``."""
+    # In one call of C, which Ctrl-C does not interrupt.
     [*map(_set_attribute, modules, repeat("__dict__"), fields)]
     if _trainable(parameters) != trainable:
         for parameter, is_trainable in zip(parameters, trainable, strict=True):

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeGuard, final
 
 import torch
-from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
@@ -62,7 +61,9 @@ def is_small(tensor: torch.Tensor | None) -> bool:
 
 def is_sparse_in_memory(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is not dense: expanded, or a slice of another one."""
-    if type(tensor) is not torch.Tensor or not has_plain_values(tensor) or tensor.is_contiguous():
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    if not has_plain_values(tensor):
         return False
     return bool(tensor.numel()) and num_spanned(tensor) != tensor.numel()
 
@@ -131,9 +132,8 @@ class ScriptedModules:
     There a Python attribute is converted, so that each read returns another container.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        scripted = [module for module in modules if isinstance(module, ScriptModule)]
-        self.attributes = [(weakref.ref(m), name) for m in scripted for name in scripted_attributes(m)]
+    def __init__(self, modules: Iterable[ScriptModule]) -> None:
+        self.attributes = [(weakref.ref(module), name) for module in modules for name in scripted_attributes(module)]
 
     def take(self) -> list[ScriptedValue]:
         values = []

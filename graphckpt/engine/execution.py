@@ -36,7 +36,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.clones import NOTHING_BORROWED, Borrowed
-from graphckpt.engine.values import Comparison, begin_comparison
+from graphckpt.engine.values import Comparison, begin_comparison, seen_before
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.thread_state import num_calls_elsewhere
 from graphckpt.undo import Undo
@@ -115,10 +115,8 @@ class Execution:
     """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
     is_active: bool
     """Whether its forward is running: set before anything else, and reset before anything else."""
-
-    @property
-    def frame(self) -> Frame:
-        raise NotImplementedError
+    frame: Frame
+    """The frame of the call that is executed."""
 
 
 @final
@@ -130,7 +128,6 @@ class Recomputation(Execution):
         "_borrowed",
         "_early_stop",
         "_first_fault",
-        "_frame",
         "_holders",
         "_last",
         "_num_calls",
@@ -139,6 +136,7 @@ class Recomputation(Execution):
         "cursor",
         "draws_differ",
         "excluded_cursor",
+        "frame",
         "has_stopped",
         "mismatch",
         "returns_output",
@@ -147,7 +145,7 @@ class Recomputation(Execution):
     )  # fmt: skip
 
     def __init__(self, frame: Frame, undo: Undo, *, early_stop: bool, returns_output: bool) -> None:
-        self._frame = frame
+        self.frame = frame
         self.undo = undo
         """What puts back all that it changes."""
         self.outer = running.get()
@@ -176,10 +174,6 @@ class Recomputation(Execution):
         """Whether other numbers may have been drawn: see Note [Threads that draw from one generator]."""
         self._num_calls = 0.0 if frame.random_after is None else num_calls_elsewhere(frame.devices)
         self._first_fault: mismatch.Fault | None = None
-
-    @property
-    def frame(self) -> Frame:
-        return self._frame
 
     def borrow(self, borrowed: Borrowed) -> None:
         """Notes tensors of modules that are those of the call until this ends, beside those before."""
@@ -257,7 +251,7 @@ class Recomputation(Execution):
         return may_be_filled_later(noise.value)
 
     def compare_draws(self) -> None:
-        frame = self._frame
+        frame = self.frame
         if self.has_stopped or frame.random_after is None or frame.asks_for_recomputation:  # which may draw otherwise
             return
         self.draws_differ = frame.random_after.differs(frame.devices, self._num_calls)
@@ -265,7 +259,7 @@ class Recomputation(Execution):
     def _runs_on(self) -> bool:
         """Whether the numbers that are drawn may become those of the call only behind the last saved tensor."""
         self.compare_draws()
-        return self.draws_differ and (self._frame.contexts is None or not self._frame.contexts.skips_ops())
+        return self.draws_differ and (self.frame.contexts is None or not self.frame.contexts.skips_ops())
 
     def hooks(self, on_pack: OnPack) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Returns what autograd calls for each tensor that it saves, and for each that is asked for.
@@ -273,23 +267,15 @@ class Recomputation(Execution):
         ``on_pack`` is called with the position of each tensor. The second one does not hold the call: the graph of a
         recomputation holds it, and may outlive the call where a hook of the user's collects outputs.
         """
-        frame = self._frame
+        frame = self.frame
         pack: Callable[[torch.Tensor], Any] = self.pack
         if on_pack is not None:
-            pack = self._watched(on_pack)
+            pack = seen_before(pack, lambda _: on_pack(self.cursor))
         elif frame.values is not None and not frame.asks_for_recomputation:  # which may differ on purpose
             self.comparison = begin_comparison(frame.values, self._holders)
             if self.comparison is not None:
-                pack = self.comparison.hook(pack)
+                pack = seen_before(pack, self.comparison.see)
         return pack, partial(_refuse_backward, frame.block.title)
-
-    def _watched(self, on_pack: Callable[[int], None]) -> Callable[[torch.Tensor], None]:
-        @never_compiled
-        def watch_and_pack(tensor: torch.Tensor) -> None:
-            on_pack(self.cursor)
-            self.pack(tensor)
-
-        return watch_and_pack
 
     def fault(self) -> mismatch.Fault | None:
         if self._first_fault is not None:

@@ -63,7 +63,7 @@ from graphckpt.engine.saved import (
     joined_blocks,
     last_output,
 )
-from graphckpt.engine.values import ValueCheck, begin_check, reports
+from graphckpt.engine.values import ValueCheck, begin_check, reports, seen_before
 from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
 from graphckpt.thread_state import (
     Ambient,
@@ -253,7 +253,8 @@ class Frame(Execution, Call):
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
         if state.is_lazy:  # which the call initializes
             return self._function(*args, **kwargs)
-        (outer, hooks, *_), self.outer = before, before[0]  # the frame's own hooks are pushed later
+        outer, hooks, *_ = before  # the frame's own hooks are pushed later
+        self.outer = outer
         is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
         self.backward = current_backward()
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
@@ -266,7 +267,8 @@ class Frame(Execution, Call):
             self._context, in_context = context_of_call()
             call_state = self.call_state = state.take(in_context)
             learning = self._learning = block.learns and call_state.is_first
-            # Nearly no call is due, and counts itself here: `begin_check` would cost each a call.
+            # `verify` and measured steps say for all blocks what is compared (`forced_check`). Nearly no call is due,
+            # and counts itself here: `begin_check` would cost each a call.
             check, sampler = (forced_check.get() or self).determinism_check, block.sampler
             if check == "default" and sampler.number < sampler.due and not (learning or reports):
                 sampler.number += not is_nested
@@ -279,6 +281,7 @@ class Frame(Execution, Call):
             self._ambient = take_ambient(self.devices)
             self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
             self._early_stop &= not learning  # a first call's runs to its end, to detect extra saved tensors
+            # Hooks around keep the arguments: they must receive the same in each call, whatever the block is joined to.
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, previous, learning=learning)
 
@@ -310,7 +313,7 @@ class Frame(Execution, Call):
         recorder, outer = self.block.recorder, self.outer
         pack: Callable[[torch.Tensor], object] = self.pack
         if self.values is not None:
-            pack = self.values.hook(pack)
+            pack = seen_before(pack, self.values.see)
         hooks: tuple[Any, Any] = pack, self.unpack
         if recorder is not None:
             hooks = recorder.original_forward_began(self.block.name, *hooks)
@@ -495,7 +498,9 @@ class Frame(Execution, Call):
             except ScheduleMismatch as error:  # which no handler of the user's would catch
                 raise RecomputeError(mismatch.ops_differ(self.block.title, str(error))) from None
             except Exception as error:
-                self._explain(error)
+                # To an error of the user's own code: that backward was recomputing a block, and what may be the cause.
+                if not isinstance(error, (GraphckptError, torch.OutOfMemoryError)):
+                    error.add_note(mismatch.raised_in_recomputation(self.block.title))
                 raise
             self._check(run)
         finally:
@@ -519,22 +524,14 @@ class Frame(Execution, Call):
                     else mismatch.mutates_argument(title, self._arguments.name(position))
                 )
         # Other numbers of tensors are an error even with "none": a holder that was not filled has nothing to return.
-        fault = run.fault()
-        if fault is not None and (self.determinism_check != "none" or isinstance(fault.first, int)):
-            fault = fault.located(self._watch_recomputation)
-            raise RecomputeError(mismatch.differs(self.block.title, fault) + self._suspects())
-        fault = run.comparison.end() if run.comparison is not None else None
+        fault, message = run.fault(), mismatch.differs
+        if fault is None or (self.determinism_check == "none" and not isinstance(fault.first, int)):
+            fault = run.comparison.end() if run.comparison is not None else None
+            message = mismatch.values_differ
         if fault is not None:
-            fault = fault.located(self._watch_recomputation)
-            raise RecomputeError(mismatch.values_differ(self.block.title, fault) + self._suspects())
-
-    def _suspects(self) -> str:
-        return mismatch.suspects(self.outer_hooks, self.block.modules(), is_first=self._learning)
-
-    def _explain(self, error: Exception) -> None:
-        """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""
-        if not isinstance(error, (GraphckptError, torch.OutOfMemoryError)):
-            error.add_note(mismatch.raised_in_recomputation(self.block.title))
+            text = message(self.block.title, fault.located(self._watch_recomputation))
+            suspects = mismatch.suspects(self.outer_hooks, self.block.modules(), is_first=self._learning)
+            raise RecomputeError(text + suspects)
 
     def _find_draw(self) -> str:
         """Names an op of the block that draws from a generator of the process; "" if none does."""

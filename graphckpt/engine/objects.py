@@ -215,7 +215,11 @@ def fill(owner: Any, value: Any) -> None:
         return
     if issubclass(kind, dict):
         # Never empty in between: it may be the `__dict__` of a module, which another thread reads, or Ctrl-C may come.
-        _set_items(owner, value, kind)
+        if kind is dict:
+            dict.update(owner, value)
+        else:  # `OrderedDict.update` would call the `__setitem__` of a subclass
+            for key, item in value.items():
+                kind.__setitem__(owner, key, item)
         for key in [key for key in kind.keys(owner) if key not in value]:
             kind.__delitem__(owner, key)
         if not all(map(is_, kind.keys(owner), value)):
@@ -225,14 +229,6 @@ def fill(owner: Any, value: Any) -> None:
     else:
         kind.clear(owner)
         kind.update(owner, value) if kind is set else kind.extend(owner, value)
-
-
-def _set_items(owner: Any, value: Any, kind: Any) -> None:
-    if kind is dict:
-        dict.update(owner, value)
-    else:  # `OrderedDict.update` would call the `__setitem__` of a subclass
-        for key, item in value.items():
-            kind.__setitem__(owner, key, item)
 
 
 def differs(now: Any, then: Any) -> bool:
@@ -278,27 +274,16 @@ def restore(owner: Any, then: Any) -> None:
         fill(owner, then)
 
 
-def copy_objects(values: Iterable[Any], *, limit: int = _MAX_OBJECTS) -> Objects:
+def copy_objects(values: Iterable[Any]) -> Objects:
     """Copies, one level deep each, the containers, attributes and generators that objects among ``values`` reach.
 
-    This is how a key-value cache that is passed by reference can be seen as it was.
-
-    Args:
-        values: The objects.
-        limit: How many objects are copied at most.
-
-    The versions of tensors come last.
+    This is how a key-value cache that is passed by reference can be seen as it was. The versions of tensors come last.
     """
-    return _copy(values, limit, sys.maxsize)[0]
+    return copy_some(values, _MAX_OBJECTS, sys.maxsize)[0]
 
 
-def copy_few(values: Iterable[Any], *, limit: int, max_items: int) -> Objects | None:
-    """Copies likewise; ``None`` if there are more than ``limit`` objects, or more than ``max_items`` in them."""
-    objects, is_complete = _copy(values, limit, max_items)
-    return objects if is_complete else None
-
-
-def _copy(values: Iterable[Any], limit: int, max_items: int) -> tuple[Objects, bool]:
+def copy_some(values: Iterable[Any], limit: int, max_items: int) -> tuple[Objects, bool]:
+    """Copies likewise up to ``limit`` objects and ``max_items`` in them; returns whether that is all."""
     ids: set[int] = set()  # of what `objects` holds, so that none of them is freed and its id given to another
     objects: Objects = []
     tensors: list[torch.Tensor] = []
@@ -328,7 +313,7 @@ def _copy(values: Iterable[Any], limit: int, max_items: int) -> tuple[Objects, b
                 tensors.append(item)
             elif type(item) not in ATOMS:
                 todo.append(item)
-    return objects + _versions(tensors), not todo and num_items <= max_items
+    return [*objects, *((t, version_of(t)) for t in tensors)], not todo and num_items <= max_items
 
 
 def _is_mutable(value: Any) -> bool:
@@ -340,10 +325,6 @@ def items_of(owner: Any, content: Any) -> Iterable[Any]:
     if isinstance(owner, (dict, Slots)):
         return content.values()  # type: ignore[no-any-return]
     return content if isinstance(owner, CONTAINERS) else ()
-
-
-def _versions(items: Iterable[Any]) -> Objects:
-    return [(item, version_of(item)) for item in items if isinstance(item, torch.Tensor)]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

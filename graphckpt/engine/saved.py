@@ -49,7 +49,7 @@ from graphckpt.undo import Undo
 
 if TYPE_CHECKING:
     from graphckpt.engine.block import BlockContext
-    from graphckpt.stores.base import Store, TensorGroup
+    from graphckpt.stores.base import TensorGroup
 
 _NOTHING = nullcontext()
 _NO_STRIDES: Mapping[int, tuple[int, ...]] = {}
@@ -69,13 +69,13 @@ class Call:
 
 
 class SavedTensor:
-    """A tensor that a call holds for backward; :func:`save_tensor` makes one of four kinds."""
+    """A tensor that a call holds for backward; :func:`save_tensor` makes one of three kinds."""
 
     # kind             what it holds                   who sees that it was modified   which tensors
     # ArgumentItself   the tensor                      this, by its version            arguments on the device
     # SavedAlias       a tensor without history        this, by its version            other tensors on the device
-    # StoredTensor     a handle of the store           the store, which has a copy     where the block has a store
-    # PassedOn         what the hooks around returned  these hooks                     where there are hooks around
+    # SavedElsewhere   a handle of the store           the store, which has a copy     where the block has a store
+    #                  what the hooks around returned  these hooks                     where there are hooks around
 
     __slots__ = ("__weakref__", "_cls", "_entry", "_requires_grad")
 
@@ -137,38 +137,27 @@ class ArgumentItself(SavedAlias):
 
 
 @final
-class StoredTensor(SavedTensor):
-    """A tensor in the store of its block."""
+class SavedElsewhere(SavedTensor):
+    """A tensor in the store of its block, or with the hooks around the call, which for a recomputed block recompute it.
 
-    __slots__ = ("_store",)
+    ``get`` returns it, given the handle or what the hooks returned.
+    """
 
-    def __init__(self, handle: Any, store: Store, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
-        super().__init__(handle, cls, requires_grad=requires_grad)
-        self._store = store
-
-    def _read(self) -> torch.Tensor | None:
-        return self._store.get(self._entry)
-
-
-@final
-class PassedOn(SavedTensor):
-    """The value that the hooks around the call returned for a tensor; the hooks of a recomputed block recompute it."""
-
-    __slots__ = ("_unpack",)
+    __slots__ = ("_get",)
 
     def __init__(
         self,
         entry: Any,
-        unpack: Callable[[Any], torch.Tensor],
+        get: Callable[[Any], torch.Tensor | None],
         cls: type[torch.Tensor] | None,
         *,
         requires_grad: bool,
     ) -> None:
         super().__init__(entry, cls, requires_grad=requires_grad)
-        self._unpack = unpack
+        self._get = get
 
     def _read(self) -> torch.Tensor | None:
-        return self._unpack(self._entry)
+        return self._get(self._entry)
 
 
 def save_tensor(
@@ -205,10 +194,10 @@ def save_tensor(
         value = version_sharing_detach(value)
         with _NOTHING if recorder is None else recorder.passing_on():
             entry = pack(value)
-        return PassedOn(entry, unpack, cls, requires_grad=requires_grad)
+        return SavedElsewhere(entry, unpack, cls, requires_grad=requires_grad)
     entry = value if stays else block.store.put(value, call.group)
     if not isinstance(entry, torch.Tensor):
-        return StoredTensor(entry, block.store, cls, requires_grad=requires_grad)
+        return SavedElsewhere(entry, block.store.get, cls, requires_grad=requires_grad)
     kind = ArgumentItself if is_argument and copied is None else SavedAlias
     saved = kind(value if is_argument else entry, cls, requires_grad=requires_grad)
     if outer_hooks is None and recorder is not None:
@@ -422,7 +411,7 @@ class Arguments:
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 first = first_of.setdefault(id(leaf), position)
-                if first == position:
+                if first == position:  # each tensor is kept once: the recomputation passes one object again
                     # In a first call any may turn out to be modified, and only a copy from before can tell what it
                     # was: until `after_forward`, this call takes its inputs twice.
                     is_copied = learning or position in call.block.mutated
@@ -449,9 +438,8 @@ class Arguments:
             # this may be a later call, must pass the same tensors in the same order.
             for each in originals:
                 leaves[each.position] = self._keep(call, each, each.copied, previous)
-        if self._first_of:
-            for position in self._first_of:
-                leaves[position] = None
+        for position in self._first_of:
+            leaves[position] = None
 
     def after_forward(
         self,
@@ -515,7 +503,7 @@ class Arguments:
         """Keeps the arguments of a first call, once it is known which of them forward modifies."""
         for each in originals:
             # What was passed on stays with the hooks around, which must receive the same in every call.
-            if not isinstance(self.leaves[each.position], PassedOn):
+            if not isinstance(self.leaves[each.position], SavedElsewhere):
                 copied = each.copied if each.position in self._mutated else None
                 self.leaves[each.position] = self._keep(call, each, copied, previous)
 

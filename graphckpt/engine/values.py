@@ -26,7 +26,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from math import inf
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -59,8 +58,8 @@ def begin_check(
     recomputes the call itself.
     """
     # Reports of earlier backwards. A forward may read them: it comes late enough for most of them to be complete.
-    if reports:
-        _report_finished()
+    if reports:  # without waiting for the devices
+        report_differences(waits=False)
     if determinism_check == "none" or is_nested:
         return None
     if determinism_check == "default" and not block.sampler.is_due(is_learning=is_learning):
@@ -341,31 +340,21 @@ class ValueCheck:
         self._number = 0  # of the op that has saved what is unsettled
         self._unsettled: list[tuple[int, torch.Tensor]] = []
 
-    def hook(self, pack: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
-        """Returns the hook ``pack`` of the original forward, which then sketches each tensor."""
-
-        @never_compiled
-        def sketch_and_pack(tensor: torch.Tensor) -> object:
-            with unobserved():
-                self._see(tensor, sys._getframe(1))
-            return pack(tensor)
-
-        return sketch_and_pack
-
-    def _see(self, tensor: torch.Tensor, frame: FrameType) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
+        """Sketches a tensor that the original forward saves."""
         # Another number than before: the op that saved the unsettled tensors is over, and they have their last values.
         number, position = autograd_sequence_number(), len(self.sketches)
         if self._unsettled and number != self._number:
             self._settle()
         may_move = not tensor.requires_grad and tensor.is_floating_point()
         # `rrelu` saves its noise, which it leaves uninitialized in evaluation (pytorch#188260).
-        is_noise = may_move and mismatch.calling_code(frame) is _RRELU
+        is_noise = may_move and mismatch.calling_code(sys._getframe()) is _RRELU
         sketch = None if is_noise else sketch_of(tensor)
         if sketch is not None:
             sketch = sketch._replace(values=self._pages.copy_of(sketch.values))
         self.sketches.append(sketch)
         if tensor.is_cuda:
-            self.lines[position] = mismatch.calling_line(frame)
+            self.lines[position] = mismatch.calling_line(sys._getframe())
         if may_move and sketch is not None:
             self._number = number
             self._unsettled.append((position, tensor))
@@ -398,6 +387,18 @@ class ValueCheck:
         self.block.sampler.count_bytes(-self._num_bytes)
 
 
+def seen_before(pack: Callable[[torch.Tensor], Any], see: Callable[[torch.Tensor], object]) -> Callable[..., Any]:
+    """Returns the hook ``pack``, before which ``see`` gets each tensor: ``pack`` may end a recomputation."""
+
+    @never_compiled
+    def see_and_pack(tensor: torch.Tensor) -> Any:
+        with unobserved():
+            see(tensor)
+        return pack(tensor)
+
+    return see_and_pack
+
+
 class _Pair(NamedTuple):
     position: int
     kind: tuple[torch.dtype, torch.Size]
@@ -414,29 +415,18 @@ def begin_comparison(check: ValueCheck | None, holders: Sequence[weakref.ref[Any
 class Comparison:
     """Compares the tensors of one recomputation with the sketches of the original forward."""
 
-    __slots__ = ("_check", "_fault", "_holders", "_on_device")
+    __slots__ = ("_check", "_fault", "_holders", "_on_device", "_positions")
 
     def __init__(self, check: ValueCheck, holders: Sequence[weakref.ref[Any]]) -> None:
         self._check = check
+        self._positions = count()
         self._holders = holders
         self._on_device: list[_Pair] = []
         self._fault: mismatch.Fault | None = None
 
-    def hook(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the hook ``pack`` of the recomputation, which then compares each tensor."""
-        positions = count()
-
-        @never_compiled
-        def compare_and_pack(tensor: torch.Tensor) -> torch.Tensor:
-            # Before `pack`, which ends the recomputation at its last tensor by an exception.
-            with unobserved():
-                self._see(next(positions), tensor)
-            return pack(tensor)
-
-        return compare_and_pack
-
-    def _see(self, position: int, tensor: torch.Tensor) -> None:
-        sketches = self._check.sketches
+    def see(self, tensor: torch.Tensor) -> None:
+        """Compares a tensor that the recomputation saves."""
+        position, sketches = next(self._positions), self._check.sketches
         original = sketches[position] if position < len(sketches) else None
         holder = None if original is None else self._holders[position]()
         if original is None or holder is None or (holder.dtype, holder.shape) != (tensor.dtype, tensor.shape):
@@ -526,29 +516,17 @@ def _post(report: _Report, *, waits: bool) -> None:
         at_end_of_backward(report_differences)
 
 
-def _report_finished() -> None:
-    """Reads what the devices have copied by now, without waiting for them."""
+def report_differences(*, waits: bool = True) -> None:
+    """Reads all differences, and ``waits`` for the devices to copy them; without, those that are copied by now."""
     # A capture forbids queries of events: https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/quick-checklist.html
-    if _is_capturing():
-        return
-    while (report := _next_report()) is not None:
-        if not report.is_copied.query():
+    while reports and not _is_capturing():
+        try:
+            report = reports.popleft()
+        except IndexError:  # asked for afterwards: forwards in other threads read them too
+            return
+        if waits:
+            report.is_copied.synchronize()
+        elif not report.is_copied.query():
             reports.appendleft(report)
             return
         report.read()
-
-
-def report_differences() -> None:
-    """Reads all differences, and waits for the devices to copy them."""
-    if _is_capturing():
-        return
-    while (report := _next_report()) is not None:
-        report.is_copied.synchronize()
-        report.read()
-
-
-def _next_report() -> _Report | None:
-    try:
-        return reports.popleft()
-    except IndexError:  # asked for afterwards: forwards in other threads read them too
-        return None

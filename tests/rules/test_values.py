@@ -514,7 +514,7 @@ def sketches(tensor: Tensor) -> Sketch:
 
 def test_sketches_of_a_call_share_pages_outside_of_the_heap() -> None:
     check = values.ValueCheck(BlockContext("block", []), waits=False)
-    pack = check.hook(lambda tensor: tensor)
+    pack = values.seen_before(lambda tensor: tensor, check.see)
     tensors = [torch.randn(n, requires_grad=True) for n in (3, 5000, 100_000, 10_000, 7)]
     for tensor in tensors:
         pack(tensor)
