@@ -30,7 +30,7 @@ import graphckpt
 from graphckpt import RecomputeError, Selective, Tiles
 from graphckpt.blocks import is_recomputing
 from graphckpt.blocks.functional import _sampler_of
-from graphckpt.engine import values
+from graphckpt.engine import mismatch, values
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.sampling import CallSampler, without_value_checks
 from graphckpt.engine.values import Sketch, relative_differences, sketch_of, tolerance_of
@@ -135,7 +135,8 @@ def test_calls_between_the_samples_are_not_checked(check: str) -> None:
         later_step(model, FAULTS["a global"][1])
 
 
-def test_the_message_says_what_differs_and_by_how_much() -> None:
+def test_the_message_says_what_differs_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatch, "has_scripted_code", lambda: False)  # of tests before, which makes the text longer
     model = nn.Sequential(Reader(lambda x: x * Around.factor))
     with graphckpt.apply(model, {"0": True}), pytest.raises(RecomputeError) as caught:
         later_step(model, FAULTS["every value off by 1e-3"][1])
