@@ -15,6 +15,7 @@ from itertools import chain, islice, repeat, starmap
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
+from weakref import ProxyTypes
 
 import torch
 from torch import nn
@@ -230,7 +231,7 @@ class _Attributes:
         That is ``None`` for what is among the ``object_copies``.
         """
         is_shape = type(value) is tuple and ATOMS.issuperset(map(type, value))
-        is_function = isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
+        is_function = type(value) is BuiltinFunctionType and isinstance(value.__self__, ModuleType)
         if is_shape or is_function or layout_of_type(type(value)).is_closed:  # type: ignore[arg-type]
             return value
         copied = self._copy_of.get(id(value))
@@ -389,13 +390,15 @@ class ModuleState:
         for at, num_own in self._users:
             own = fields[at]
             for key, value in islice(own.items(), num_own, None):
-                if type(value) in ATOMS or (not num_own and key in _OWN_NAMES):
+                kind: Any = type(value)
+                if kind in ATOMS or (not num_own and key in _OWN_NAMES):
                     continue
                 try:
-                    if not isinstance(value, CODE):
-                        take = attributes.tensor if isinstance(value, torch.Tensor) else attributes.object
+                    kind = value.__class__ if kind in ProxyTypes else kind
+                    if not issubclass(kind, CODE):  # see `type(value)` in Note [Contents of objects] in objects.py
+                        take = attributes.tensor if issubclass(kind, torch.Tensor) else attributes.object
                         own[key] = take(at, key, value)
-                    elif type(value) is FunctionType and (value.__closure__ or value.__defaults__):
+                    elif kind is FunctionType and (value.__closure__ or value.__defaults__):
                         own[key] = without_history(value)  # it may hold an output of the call before
                 except ReferenceError:  # a weak proxy of what is gone
                     continue
