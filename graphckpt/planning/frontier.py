@@ -36,9 +36,7 @@ class Move:
     backward_peak: int
     """Highest level in the block's backward, above the level after its forward."""
     state: Hashable
-    """The state for the next block: the tensors shared with later blocks that blocks hold so far."""
-    waits: float = 0.0
-    """Seconds that the option waits because of earlier options."""
+    """The state for the next block: what the effect of its options depends on."""
     length: int = 1
     """The number of blocks that the option includes: this one, and those after it."""
 
@@ -65,32 +63,29 @@ class Chain(Protocol):
     def move(self, block: int, option: int, state: Hashable) -> Move | None:
         """The effect of the option; ``None`` if it is not allowed here."""
 
-    def head_peak(self, state: Hashable) -> int:
-        """Highest level between the last forward and the first backward, above the level then, in bytes."""
-
 
 def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> list[int]:
     """Returns the highest level of each interval in bytes, in the order of time, and the fixed peak last.
 
     ::
 
-        level |     F1 __        head     __ B1       F_i: level before block i + forward_peak
-              |  F0 __|  |_____--____----|  |__ B0    B_i: level after block i + backward_peak
-              |  __|  |__|               |__|  |__    so both follow from the options of blocks 0..i
-              +----------------------------------> time
+        level |     F1 __             __ B1       F_i: level before block i + forward_peak
+              |  F0 __|  |_____------|  |__ B0    B_i: level after block i + backward_peak
+              |  __|  |__|           |__|  |__    so both follow from the options of blocks 0..i
+              +------------------------------> time
 
     Args:
         chain: The step.
         plan: An option for each block.
-        in_flight: Additional bytes of the forwards in their order, of the head, and of the backwards in theirs.
+        in_flight: Additional bytes of the forwards in their order, and of the backwards in theirs.
     """
-    level, state = chain.base, chain.start
+    level = chain.base
     forward, backward = [], []
     for _, _, move in _walk(chain, plan):
         forward.append(level + move.forward_peak)
-        level, state = level + move.change, move.state
+        level += move.change
         backward.append(level + move.backward_peak)
-    rows = [*forward, level + chain.head_peak(state), *reversed(backward)]
+    rows = [*forward, *reversed(backward)]
     if in_flight is not None:
         rows = [high + more for high, more in zip(rows, in_flight, strict=True)]
     return [*rows, chain.fixed_peak]
@@ -102,7 +97,7 @@ def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = No
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
-    return fsum(s for block, option, move in _walk(chain, plan) for s in (chain.options(block)[option], move.waits))
+    return fsum(chain.options(block)[option] for block, option, _ in _walk(chain, plan))
 
 
 def _walk(chain: Chain, plan: Sequence[int]) -> Iterator[tuple[int, int, Move]]:
@@ -120,6 +115,7 @@ def _walk(chain: Chain, plan: Sequence[int]) -> Iterator[tuple[int, int, Move]]:
 
 _TICK = 1e-12  # seconds; sums of integers do not depend on their order, so that equal plans are equal
 _MOST_TICKS = 2**62  # fits an int64
+_NOTHING = -(2**61)  # bytes that are needed after the last block
 
 
 @final
@@ -144,9 +140,8 @@ class Frontier:
         """Whether no label was dropped."""
         self._moves, ends = _reach(chain)
         self._labels: list[dict[Hashable, _Labels]] = [{} for _ in self._moves]
-        self._labels.append(
-            {state: (np.array([chain.head_peak(state)], np.int64), np.zeros(1, np.int64)) for state in ends}
-        )
+        end = np.full(1, _NOTHING, np.int64), np.zeros(1, np.int64)
+        self._labels.append(dict.fromkeys(ends, end))
         for block, moves_of in reversed(list(enumerate(self._moves))):
             for state, moves in moves_of.items():
                 labels = _merge([_before(move, ticks, self._labels[block + move.length]) for _, ticks, move in moves])
@@ -222,7 +217,7 @@ def _reach(chain: Chain) -> tuple[_Moves, Collection[Hashable]]:
         moves_of: dict[Hashable, list[tuple[int, float, Move]]] = {}
         for state in states[block]:
             moves_of[state] = [
-                (option, duration + move.waits, move)
+                (option, duration, move)
                 for option, duration in enumerate(options)
                 if (move := chain.move(block, option, state)) is not None
             ]

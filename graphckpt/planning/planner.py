@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -60,29 +60,17 @@ class Planner:
     def floor(self) -> PolicyChoice:
         return self.search.floor
 
-    @cached_property
+    @property
     def floor_bytes(self) -> int:
         """The lowest peak of any plan, predicted or measured, in bytes."""
-        return min([self.floor.peak, *(run.peak_bytes for run in self.measured.runs)])
+        return self.floor.peak
 
     def plan(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes; raises PlanError if there is none."""
         choice = self.search.fastest(budget - correction)
-        if choice is not None:
-            return corrected(self.to_plan(choice, budget), correction)
-        if plans := self.measured_plans(budget - correction):
-            return corrected(plans[0], correction)
-        raise self.infeasible(budget, self.floor_bytes + correction)
-
-    def measured_plans(self, budget: int) -> list[Plan]:
-        """Returns the plans under which the step ran in ``budget`` bytes when it was measured, fastest first.
-
-        The table that predicts other plans may be wrong for these, as it sums up what options change.
-        """
-        runs = [run for run in self.measured.runs if run.peak_bytes <= budget]
-        choices = [(self.search.evaluate(run.plan), run.peak_bytes) for run in runs]
-        choices.sort(key=lambda pair: (pair[0].seconds, pair[1]))
-        return [corrected(self.to_plan(choice, budget), peak - choice.peak) for choice, peak in choices]
+        if choice is None:
+            raise self.infeasible(budget, self.floor_bytes + correction)
+        return corrected(self.to_plan(choice, budget), correction)
 
     def closest(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan for ``budget`` bytes, or where none fits, the fastest one with the lowest peak."""
@@ -248,8 +236,8 @@ class Planners:
         return [plan for number, plan in enumerate(plans) if seconds[number] < min(seconds[:number], default=inf)]
 
 
-_TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
-_MOST_CHECKS = 3  # another plan may run other ops at its peak
+_MOST_PROPOSALS = 5  # that run, for a budget
+_GAIN = 0.005  # of the seconds of blocks, for which another plan is tried after one that has fitted
 _MOST_REPLAYS = 5  # of plans whose gaps between the allocator's blocks are not known before
 
 
@@ -263,38 +251,41 @@ def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, l
 def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, group: PlanGroup) -> Plan:
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes.
 
-    The step of each process runs under the plan. If the highest peak exceeds the limit or is over 1 % off, the next
-    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs. Plans under
-    which the step has run to be measured are candidates by their measured peaks.
+    The step of each process runs under what is proposed. Each run shows how far the predictions for its plan and near
+    ones are off, and the fastest of the runs that fit is returned.
     """
-    runs: dict[tuple[str, ...], CheckedPlan] = {}
-    correction = 0
-    while True:
-        plan = planner.closest(limit, correction) if len(runs) < _MOST_CHECKS else None
-        # After three checks, or where the search returns a plan that has run already, the plan of the lowest peak is
-        # left.
-        if plan is None or policies_key(plan) in runs:
-            plan = planner.lowest(limit)
-            if any(run.needed_bytes <= limit for run in runs.values()) or policies_key(plan) in runs:
-                break
-        run = runs[policies_key(plan)] = run_under(plan, planner.model, step, group)
-        if run.is_met:
+    search, runs = planner.search, dict[PolicyChoice, CheckedPlan]()
+    best: PolicyChoice | None = None
+    while len(runs) < _MOST_PROPOSALS:
+        choice = _proposal(search, limit, best, [(run.plan, run.runs) for run in runs])
+        if choice is None:
             break
-        correction = run.plan.correction_bytes
-    fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
-    best = min(fitting, key=lambda plan: plan.predicted_step_seconds, default=None)
-    # Where predictions are too high, a plan that has run to be measured may fit and be faster, or the only one.
-    for plan in planner.measured_plans(limit)[:_MOST_CHECKS]:
-        if best is not None and best.predicted_step_seconds <= plan.predicted_step_seconds:
-            break
-        if policies_key(plan) not in runs:
-            run = runs[policies_key(plan)] = run_under(plan, planner.model, step, group)
-            best = run.plan if run.needed_bytes <= limit else best
+        run = runs[choice] = run_under(planner.to_plan(choice, limit), planner.model, step, group)
+        search.add_run(choice, run.needed_bytes)
+        if run.needed_bytes <= limit and (best is None or run.seconds < runs[best].seconds):
+            best = choice
     if best is None:
         lowest = min(run.needed_bytes for run in runs.values())
-        peaks = [run.peak_bytes for run in planner.measured.runs if run.peak_bytes > limit]  # a smaller one is refuted
+        peaks = [choice.peak for choice in search.ran if choice.peak > limit]  # a smaller one is refuted
         raise planner.infeasible(limit, min([lowest, *peaks]))
-    return best
+    return runs[best].plan
+
+
+def _proposal(
+    search: PolicySearch, limit: int, best: PolicyChoice | None, tried: Collection[Any]
+) -> PolicyChoice | None:
+    """Returns what may fit and be faster than ``best``, the fastest choice that has fitted; ``None``: nothing may."""
+    most = inf if best is None else (1 - _GAIN) * best.seconds
+    # From what should fit to what fits only if predictions are too high, each computed where it is needed.
+    proposals = [lambda: search.fastest(limit), lambda: search.hopeful(limit)]
+    if best is None:
+        proposals[1:1] = [lambda: search.floor]
+        proposals.append(lambda: search.nearest(limit))
+    for propose in proposals:
+        choice = propose()
+        if choice is not None and choice.seconds < most and (choice.plan, choice.runs) not in tried:
+            return choice
+    return None
 
 
 def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
@@ -323,7 +314,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
             factor *= 2
         if best is not None:
             bound = (best.plan.predicted_peak_bytes + too_high) // 2
-    for plan in [planner.lowest(limit), *planner.measured_plans(limit)]:
+    for plan in [planner.lowest(limit), planner.closest(limit)]:
         if best is None and policies_key(plan) not in runs:
             run = runs[policies_key(plan)] = run_under(plan, planner.model, step, PlanGroup(), most_reserved=limit)
             best = run if run.needed_bytes <= limit else None
@@ -338,13 +329,16 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
 
 def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
     """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
-    plan = planner.plan(planner.floor.peak)
-    run = run_under(plan, planner.model, step, group).plan
-    # Where the table predicts too little for this plan, or too much for those that have run to be measured.
-    lower = sorted(planner.measured_plans(run.predicted_peak_bytes - 1), key=lambda plan: plan.predicted_peak_bytes)
-    runs = [run, *(run_under(each, planner.model, step, group).plan for each in lower[:_MOST_CHECKS])]
-    run = min(runs, key=lambda plan: plan.predicted_peak_bytes)
-    return run if run is plan else replace(run, budget_bytes=run.predicted_peak_bytes)
+    search, runs = planner.search, dict[PolicyChoice, CheckedPlan]()
+    # Where a prediction was too low, the next one may be lower; where it was too high, this plan stays the lowest.
+    while len(runs) < _MOST_PROPOSALS and (search.floor.plan, search.floor.runs) not in {
+        (c.plan, c.runs) for c in runs
+    }:
+        choice = search.floor
+        run = runs[choice] = run_under(planner.to_plan(choice, choice.peak), planner.model, step, group)
+        search.add_run(choice, run.needed_bytes)
+    lowest = min(runs.values(), key=lambda run: run.needed_bytes).plan
+    return replace(lowest, budget_bytes=max(lowest.budget_bytes, lowest.predicted_peak_bytes))
 
 
 @final
@@ -356,13 +350,15 @@ class CheckedPlan:
     """With the peak of that step, unless it is as predicted."""
     run: StepRun
     """The measurements of that step."""
-    is_met: bool
-    """Whether the peak was predicted to 1 %, and within the budget of the plan."""
     needed_bytes: int
     """The peak; or the least bytes that the allocator has to be able to reserve."""
     is_steady: bool = True
     """Whether the simulated allocator runs the steps in the memory of the device, and releases nothing after the
     second; also true where no allocator is simulated."""
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.predicted_step_seconds
 
 
 def run_under(
@@ -388,14 +384,11 @@ def run_under(
             run = StepRun(_peak(step, group, plan), 0.0, step.allocations())
         peak = group.max(run.peak_bytes)
     difference = peak - plan.predicted_peak_bytes
-    is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
     if not isinstance(step, FakeStep):
-        # A table of levels is a prediction; on a CPU the run counts the same bytes, and says what the plan takes.
-        is_exact = difference == 0 or (is_met and step.device.type != "cpu")
-        checked = plan if is_exact else corrected(plan, difference)
+        checked = corrected(plan, difference)
         if run.allocations is not None:
             checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
-        return CheckedPlan(checked, run, is_met, checked.predicted_peak_bytes)
+        return CheckedPlan(checked, run, checked.predicted_peak_bytes)
     assert run.allocations is not None
     has_copies = any(row.moved_bytes for row in plan.rows)  # which a trace does not show
     plan = replace(
@@ -411,9 +404,9 @@ def run_under(
     needed = step.least_capacity(run.allocations, most_reserved) if most_reserved else peak
     replayed = step.replay(run.allocations)
     if replayed is None:
-        return CheckedPlan(plan, run, is_met, needed)
+        return CheckedPlan(plan, run, needed)
     is_steady = replayed.is_steady and replayed.reserved_bytes <= step.capacity_bytes
-    return CheckedPlan(with_reserved(plan, replayed, run.allocations, step), run, is_met, needed, is_steady)
+    return CheckedPlan(with_reserved(plan, replayed, run.allocations, step), run, needed, is_steady)
 
 
 def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import permutations, product
-from typing import NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
+from graphckpt.extras import LazyPackage
+from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, peak
 from graphckpt.planning.levels import KEEP_NUMBER, IntervalLevel, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:
+    np = LazyPackage("numpy", "plan")
 
 
 @final
@@ -50,7 +56,8 @@ class CopySchedule:
     back_ends: dict[int, float]
     """The ends of the copies back. The last block that offloads has none: its bytes are still on the device."""
     in_flight: tuple[int, ...]
-    """Bytes that other blocks hold on the device, in the order of :func:`~graphckpt.planning.frontier.levels`."""
+    """Bytes that other blocks hold on the device, in the order of :func:`~graphckpt.planning.frontier.levels`. Those of
+    the last forward count what is held after it too."""
     seconds: float
 
 
@@ -84,7 +91,7 @@ def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
             if done > 1:
                 now = max(now, out_ends[moving[done - 2]])
     on_device = set(moving[-1:])  # of blocks whose backward is to come
-    in_flight.append(sum(sizes[other] for other in on_device))
+    in_flight[-1:] = [max(in_flight[-1], *(sizes[other] for other in on_device))] if on_device else in_flight[-1:]
     backward_ends, back_ends, engine = [0.0] * num_blocks, {}, 0.0
     for block in reversed(range(num_blocks)):
         if sizes[block] > 0:
@@ -101,70 +108,7 @@ def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
     return CopySchedule(tuple(forward_ends), tuple(backward_ends), out_ends, back_ends, tuple(in_flight), now)
 
 
-_NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows with the states
-
-
-@final
-class OffloadChain:
-    """A chain whose states include the bytes in flight and the remaining copy times.
-
-    The time that a block waits follows from the previous block that offloads::
-
-        forward    | i ...... | j |wait|        j ends after the copy of i, which began when i had ended (and waited)
-        out               | i          |
-        backward   | j ...... |wait| i |        i begins after its copy, which began when j did
-        back       | i             |
-
-    So block ``j`` waits ``out seconds of i - forward seconds of i+1..j``, and block ``i`` waits ``back seconds of i -
-    backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up.
-
-    Bytes are rounded up to one of a few sizes, so a plan may need less than this, but never more.
-    """
-
-    def __init__(self, inner: Chain, timing: CopyTiming, *, quantum: float = 0.0) -> None:
-        self._inner = inner
-        self._timing = timing
-        self._quantum = quantum  # seconds; the remaining ones are rounded to its multiples, which limits the states
-        largest = max((size for row in timing.moved_bytes for size in row), default=0)
-        sizes = {size for row in timing.moved_bytes for size in row if size > 0}
-        grid = [-(-largest * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
-        self._grid = sorted(sizes) if len(sizes) <= _NUM_SIZES else grid
-        self.num_blocks = inner.num_blocks
-        self.base, self.fixed_peak = inner.base, inner.fixed_peak
-        self.start: Hashable = (inner.start, 0, 0.0, 0.0)
-
-    def options(self, block: int) -> list[float]:
-        tables = self._timing.forward_seconds[block], self._timing.backward_seconds[block]
-        return [forward + backward for forward, backward in zip(*tables, strict=True)]
-
-    def move(self, block: int, option: int, state: Hashable) -> Move | None:
-        assert isinstance(state, tuple)
-        inner_state, in_flight, out_left, back_left = state
-        timing = self._timing
-        size = timing.moved_bytes[block][option]
-        move = self._inner.move(block, option, inner_state)
-        if move is None:
-            return None
-        out_left = max(0.0, out_left - timing.forward_seconds[block][option])
-        back_left = max(0.0, back_left - timing.backward_seconds[block][option])
-        waits, after = move.waits, in_flight
-        if size:
-            waits += out_left + back_left
-            out_left, back_left = size / timing.out_rate, size / timing.back_rate
-            after = next(level for level in self._grid if level >= size)
-        peaks = move.forward_peak + in_flight, move.change, move.backward_peak + in_flight
-        return Move(*peaks, (move.state, after, self._rounded(out_left), self._rounded(back_left)), waits)
-
-    def head_peak(self, state: Hashable) -> int:
-        assert isinstance(state, tuple)
-        return self._inner.head_peak(state[0]) + int(state[1])
-
-    def _rounded(self, left: float) -> float:
-        return round(left / self._quantum) * self._quantum if self._quantum else left
-
-
 _BLOCKS_PER_SECOND = 20_000  # that are evaluated, over all plans, for each second of a search
-_LABELS = 512  # fewer than usual, as there are many states
 
 
 class OffloadPlan(NamedTuple):
@@ -182,13 +126,14 @@ def search_offload(
     """Searches for a fast plan whose peak, with copies in flight, fits; ``None`` if there is none.
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
-    :func:`~graphckpt.planning.frontier.peak` evaluate every candidate. The best one of the dynamic programme over
-    :class:`OffloadChain` and ``plan`` is improved by swaps of near blocks and changes of one, as long as one helps.
+    :func:`~graphckpt.planning.frontier.peak` evaluate every candidate. The best one of ``plan``, the uniform plans, and
+    those that a frontier finds where copies take no time, each with one option for its first blocks, is improved by swaps of near blocks and changes of one, as
+    long as one helps.
 
     The same input gives the same plan: the effort is counted in trials.
 
     Args:
-        chain: The step; offloaded bytes are not in ``kept``, but in ``backward_peak``.
+        chain: The step; offloaded bytes are not retained, but are in ``backward_peak``.
         timing: The seconds and offloaded bytes of options.
         budget: The bound on the peak, in bytes.
         plan: A first candidate.
@@ -200,18 +145,19 @@ def search_offload(
         times = schedule_copies(timing, candidate)
         try:
             highest = peak(chain, candidate, times.in_flight)
-        except ConfigError:  # an option is not allowed after those before it
+        except ConfigError:  # an option is not allowed
             highest = 2 * budget + 2**62
         return OffloadPlan(max(0, highest - budget), times.seconds, highest, candidate)
 
     starts: list[ChainPlan] = [] if plan is None else [tuple(plan)]
-    # Remaining times of copies are rounded to half of the shortest forward: each that differs is a state.
-    quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
-    with suppress(ConfigError):  # no plan of the chain is allowed
-        fastest = Frontier(OffloadChain(chain, timing, quantum=quantum), _LABELS).fastest(budget)
-        starts += [] if fastest is None else [fastest]
-    if not starts:
-        return None
+    num_blocks, options = chain.num_blocks, range(len(timing.moved_bytes[0]))
+    ends = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS + 1)} - {0})
+    frontier = Frontier(chain)
+    in_flight = max((size for row in timing.moved_bytes for size in row), default=0)
+    starts += [fast for less in (0, in_flight) if (fast := frontier.fastest(budget - less)) is not None]
+    # One block that offloads alone saves nothing: its bytes are on the device until the next one that does has run.
+    rests = [*starts, *((option,) * num_blocks for option in options)]
+    starts += [(option,) * end + rest[end:] for option in options for end in ends for rest in rests]
     best = min(map(judge, starts))
     trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
     candidates = _neighbours(best.plan, chain)
@@ -241,6 +187,7 @@ def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
 
 _CUTS = 16  # positions at which one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each search takes about a second
+_MOST_NEAR = 3  # runs to which plans may be near
 _ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
 
 
@@ -260,6 +207,7 @@ class PolicyChoice:
     """Joined blocks; in ``plan`` each of them is recomputed."""
 
 
+_Key: TypeAlias = "tuple[tuple[int, ...], Runs]"
 _Fronts: TypeAlias = "list[tuple[StepChain, Frontier]]"
 """The Pareto-optimal plans of each pass of a step."""
 
@@ -271,6 +219,8 @@ class PolicySearch:
     Without ``rates`` the frontiers of the chains have the choice for every budget. With them copies are scheduled,
     which these chains cannot express: then no plan of a frontier offloads, and :func:`search_offload` looks for one
     that does, for each budget anew.
+
+    Each run of the step under a choice changes what is predicted for the others: see :meth:`add_run`.
     """
 
     def __init__(
@@ -302,24 +252,47 @@ class PolicySearch:
         self._repeated = [block for block, count in Counter(covered).items() if count > 1]
         self._has_others = len(self._repeated) > 1 or not set(covered).issuperset(block_of_call)
         """Whether blocks have options that no chain gives them."""
-        self._fronts: dict[frozenset[tuple[int, int]], list[_Fronts]] = {}
+        self._fronts: dict[tuple[frozenset[tuple[int, int]], bytes], list[_Fronts]] = {}
+        self._ran: dict[_Key, None] = {(tuple(run.plan), ()): None for run in measured.runs}
+        """The choices under which the step has run."""
 
-    def fronts(self, banned: frozenset[tuple[int, int]] = frozenset()) -> list[_Fronts]:
+    def add_run(self, choice: PolicyChoice, peak: int) -> None:
+        """Adds a run of the step under a choice as it was predicted: its peak is ``peak`` bytes from now on."""
+        table, off = self.measured.model, peak - choice.peak
+        levels = [level.raised(off) for level in table.levels(choice.plan, choice.runs)]
+        table.add_run(levels, choice.plan, choice.runs)
+        self._ran[choice.plan, choice.runs] = None
+        for name in ("floor", "baselines", "ran"):  # the next time anew
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def ran(self) -> list[PolicyChoice]:
+        """The choices under which the step has run, with the peaks of these runs."""
+        return [self.evaluate(*key) for key in self._ran]
+
+    def fronts(
+        self, banned: frozenset[tuple[int, int]] = frozenset(), rest: NDArray[np.int64] | None = None
+    ) -> list[_Fronts]:
         """Returns the Pareto-optimal plans of each pass, for each option of blocks that run several times.
 
-        These have one option. Where copies are scheduled, no plan of a front offloads.
+        These have one option. Where copies are scheduled, no plan of a front offloads. ``rest`` is what is added to the
+        peaks, by interval; by default what runs near to the plan with everything kept were off by.
         """
         banned = banned if self.rates is None else self._offloading
-        if banned not in self._fronts:
-            alternatives = self._chains(banned, self.joined_runs)
-            self._fronts[banned] = [[(chain, Frontier(chain)) for chain in chains] for chains in alternatives]
-        return self._fronts[banned]
+        if rest is None:
+            rest = self.measured.model.beyond([KEEP_NUMBER] * len(self.measured.names))
+        key = banned, rest.tobytes()
+        if key not in self._fronts:
+            by_interval = dict(zip(self.measured.model.calls.base, rest.tolist(), strict=True))
+            alternatives = self._chains(banned, self.joined_runs, by_interval)
+            self._fronts[key] = [[(chain, Frontier(chain)) for chain in chains] for chains in alternatives]
+        return self._fronts[key]
 
     @cached_property
     def baselines(self) -> list[PolicyChoice]:
-        """Choices without scheduled copies that chains may miss: one option for all blocks, or for the first ones.
+        """Choices without scheduled copies that chains may miss: those that have run, and one option for all blocks.
 
-        Two options are combined if chains do not give blocks all mixes of options.
+        If chains do not give blocks all mixes of options, two options are combined too: one for the first blocks.
         """
         options = [n for n, option in enumerate(self.measured.options) if self.rates is None or not option.is_far]
         num_blocks = len(self.measured.names)
@@ -327,12 +300,17 @@ class PolicySearch:
         if self._has_others:
             ends = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
             plans += [(a,) * end + (b,) * (num_blocks - end) for a, b in permutations(options, 2) for end in ends]
-        return [self.evaluate(plan) for plan in plans]
+        return [*self.ran, *(self.evaluate(plan) for plan in plans)]
 
     @cached_property
     def floor(self) -> PolicyChoice:
-        choices = [self._evaluate([(chain, f.least_peak()) for chain, f in front]) for front in self.fronts()]
-        return min(choices + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
+        choices = list(self.baselines)
+        for number, front in enumerate(self.fronts()):
+            for _ in range(2):  # the second one counts in what runs near to the first were off by
+                choices.append(self._evaluate([(chain, f.least_peak()) for chain, f in front]))
+                rest = self.measured.model.beyond(choices[-1].plan, choices[-1].runs)
+                front = self.fronts(rest=rest)[number]  # noqa: PLW2901
+        return min(choices, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
         """Returns the fastest choice whose peak is at most ``budget`` bytes, and whose copies fit on the host."""
@@ -347,7 +325,7 @@ class PolicySearch:
         return choice
 
     def _fastest(self, budget: int, banned: frozenset[tuple[int, int]]) -> PolicyChoice | None:
-        fitting = [choice for front in self.fronts(banned) if (choice := self._fitting(front, budget))]
+        fitting = self._fitting(banned, budget)
         fitting += [
             c for c in (self.floor, *self.baselines) if c.peak <= budget and banned.isdisjoint(enumerate(c.plan))
         ]
@@ -427,19 +405,48 @@ class PolicySearch:
         runs = tuple(run for chain, choices in parts for run in chain.put(choices, plan))
         return self.evaluate(plan, runs)
 
-    def _fitting(self, front: _Fronts, budget: int) -> PolicyChoice | None:
-        """A chain assumes that backward visits the blocks in reverse order; the table has the real one."""
-        limit = budget
-        for _ in range(_ATTEMPTS):
-            parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(limit)) is not None]
-            if len(parts) < len(front):
-                return None
-            choice = self._evaluate(parts)
-            if choice.peak <= budget:
-                return choice
-            # A frontier has all budgets, so that another try is a look-up.
-            limit -= max(1, choice.peak - budget)
-        return None
+    def _fitting(self, banned: frozenset[tuple[int, int]], budget: int) -> list[PolicyChoice]:
+        """Returns choices that fit, among them the fastest of each front.
+
+        What runs were off by depends on the plan, and so it is found in turns. A chain assumes that backward visits the
+        blocks in reverse order, and no gathers; the table has the real order.
+        """
+        fitting = []
+        for number in range(len(self.fronts(banned))):
+            rest, limit = None, budget
+            for _ in range(_ATTEMPTS):
+                front = self.fronts(banned, rest)[number]
+                parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(limit)) is not None]
+                if len(parts) < len(front):
+                    break
+                choice = self._evaluate(parts)
+                if choice.peak <= budget:
+                    fitting.append(choice)
+                after = self.measured.model.beyond(choice.plan, choice.runs)
+                higher = after if rest is None else np.maximum(rest, after)
+                if rest is not None and np.array_equal(higher, rest):
+                    if choice.peak <= budget:
+                        break
+                    limit -= max(1, choice.peak - budget)
+                rest = higher
+        return fitting
+
+    def hopeful(self, budget: int) -> PolicyChoice | None:
+        """Returns the fastest choice that fits if it is off by the least of all runs."""
+        choices = []
+        for front in self.fronts(rest=self.measured.model.lowest_rest()[:, 1]):
+            parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(budget)) is not None]
+            if len(parts) == len(front):
+                choices.append(self._evaluate(parts))
+        return min(choices, key=_better, default=None)
+
+    def nearest(self, budget: int) -> PolicyChoice | None:
+        """Returns the choice that is nearest to fit, of those that differ in one block from the lowest runs."""
+        numbers = range(len(self.measured.options))
+        lowest = sorted((c for c in self.ran if not c.runs), key=lambda choice: choice.peak)[:_MOST_NEAR]
+        plans = {(*c.plan[:b], o, *c.plan[b + 1 :]) for c in lowest for b in range(len(c.plan)) for o in numbers}
+        choices = map(self.evaluate, plans.difference(choice.plan for choice in self.ran))
+        return min(choices, key=lambda choice: (max(choice.peak, budget), *_better(choice)), default=None)
 
     def _with_copies(
         self, budget: int, best: PolicyChoice | None, banned: frozenset[tuple[int, int]]
@@ -460,7 +467,10 @@ class PolicySearch:
         return best_moved
 
     def _chains(
-        self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None
+        self,
+        banned: frozenset[tuple[int, int]],
+        joined_runs: JoinedRuns | None = None,
+        rest: Mapping[Interval, int] | None = None,
     ) -> list[list[StepChain]]:
         """Returns the chain of each pass, from the last one on, for each option of blocks that run several times."""
         bans = [banned]
@@ -469,7 +479,7 @@ class PolicySearch:
             refused = {option for _, option in pairs & (banned | self.measured.banned)}
             options = [option for option in range(len(self.measured.options)) if option not in refused]
             bans = [banned | {pair for pair in pairs if pair[1] != option} for option in options]
-        return [[StepChain(self.measured, each, joined_runs, calls) for calls in self._passes] for each in bans]
+        return [[StepChain(self.measured, each, joined_runs, calls, rest) for calls in self._passes] for each in bans]
 
     @cached_property
     def _timing(self) -> CopyTiming:

@@ -1,24 +1,21 @@
-"""A measured step as a chain of blocks, in which the effect of each option on the level depends on earlier blocks."""
+"""A measured step as a chain of blocks, in which the effect of an option depends on the block before at most."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import takewhile
-from math import fsum, prod
-from typing import NamedTuple, final
+from math import fsum
+from typing import final
 
 from graphckpt.planning.frontier import COVERED, Move
-from graphckpt.planning.levels import KEEP_NUMBER, Before, Runs
+from graphckpt.planning.levels import KEEP_NUMBER, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
 from graphckpt.rules.basic import Full
 
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
-
-_MOST_SUMS = 1024  # of late bytes that are states of a chain: 12 equal blocks have 13, 12 that all differ 4096
 
 
 @final
@@ -53,42 +50,23 @@ class JoinedRuns:
         return LENGTHS[: bisect_right(LENGTHS, 1 + sum(followers))]
 
 
-class ChainState(NamedTuple):
-    """The effect of earlier blocks on later ones, in terms of :class:`~graphckpt.planning.levels.LevelTable`, in bytes.
-
-    It has only what a later block can tell apart, since the frontier is computed once for each state.
-    """
-
-    late: int = 0
-    shared: int = 0
-    """Shared by the calls after the last one that is recomputed."""
-    inside: int = 0
-    is_held: bool = False
-    """Whether a recomputed call holds the shared bytes, which include ``inside``."""
-    later: int = 0
-    """Retained by the last call from the end of the next one on."""
-    before: Before = Before()
-    """The last call, if that changes what the next one retains."""
-    output: int = 0
-    """Held by the last block of the chain of its output, or minus what it does not save of its argument."""
-
-
-@final
 class StepChain:
-    """The last forward and backward of a step as a chain of blocks: backward goes through them in reverse order.
+    """One pass of a step as a chain of blocks: backward goes through them in reverse order.
 
     The level before the forward of a block is that of the base, plus what the blocks before it retain; the level before
-    its backward is the same sum. So the effect of an option depends on earlier options only.
+    its backward is the same sum with what the block retains. What it retains may depend on the block before: so the
+    state is the option of that one, or the first option for which no later block differs.
 
     Args:
-        measured: the step.
-        banned: blocks and options that are not allowed.
-        joined_runs: which blocks can be joined; ``None`` joins none.
-        calls: the calls of the chain, by default those of the last pass.
+        measured: The step.
+        banned: Blocks and options that are not allowed.
+        joined_runs: Which blocks can be joined; ``None`` joins none.
+        calls: The calls of the chain, by default those of the last pass.
+        rest: The bytes by which the peak of an interval differs from the sum.
     """
 
     base = 0
-    start: Hashable = ChainState()
+    start: Hashable = None
 
     def __init__(
         self,
@@ -96,11 +74,10 @@ class StepChain:
         banned: Collection[tuple[int, int]] = (),
         joined_runs: JoinedRuns | None = None,
         calls: Sequence[int] | None = None,
+        rest: Mapping[Interval, int] | None = None,
     ) -> None:
         self._table = table = measured.model
-        self._levels = table.calls.base
         self._joined_runs = joined_runs or JoinedRuns(measured, joins=False)
-        self._numbers = range(len(measured.options))
         self._seconds = [
             [one + other for one, other in zip(*pair, strict=True)]
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
@@ -109,38 +86,30 @@ class StepChain:
         self._calls = table.calls.passes[-1] if calls is None else calls
         self.blocks = [table.block_of_call[call] for call in self._calls]
         self.num_blocks = len(self._calls)
+        self._numbers = range(len(measured.options))
+        self._states: dict[int, list[int]] = {}
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
-        batches = (batch for batch in table.calls.batches if self._calls[-1] in batch.calls)
-        head = next((batch.head for batch in batches), None)
-        self._head = None if head is None or head.is_of_block else head
-        self._holders: list[int] = []
-        """By block: the call up to there that is the first to hold the most shared bytes; -1 if there are none."""
-        for call in self._calls:
-            before = self._holders[-1] if self._holders else -1
-            self._holders.append(call if table.shared[call] > table.shared[before] else before)
-        late = {(call, n): table.late.get(call, n) for call in self._calls for n in self._numbers}
-        counts = Counter(late[call, KEEP_NUMBER] for call in self._calls)
-        is_exact = prod(count + 1 for num_bytes, count in counts.items() if num_bytes) <= _MOST_SUMS
-        self._late = {key: num_bytes for key, num_bytes in late.items() if is_exact and key[1] == KEEP_NUMBER}
-        """By call and option: the late bytes, as a component of the state. Each of their sums is a state."""
-        self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
-        """By call and option: what is late, but counts from the forward on."""
-        self._has_inside = any(table.inside.get(call, KEEP_NUMBER) for call in self._calls)
-        self._stretches: dict[Interval, list[Interval]] = {}
-        """Each interval of a block, and those after it up to the next one of a block."""
+        rest = rest or {}
+        self._starts: dict[Interval, int] = {}
+        """The level of the base at the start of each interval of a block, with the rest at its peak."""
+        self._others: dict[Interval, int] = {}
+        """The highest level of the base after each interval of a block, up to the next one of a block."""
         self.fixed_peak = 0
         opened: set[int] = set()
-        stretch: list[Interval] = []
-        for interval, span in self._levels.items():
+        stretch: Interval | None = None
+        for interval, span in table.calls.base.items():
+            peak = span.peak + rest.get(interval, 0)
             if interval.is_of_block:
-                stretch = self._stretches[interval] = []
+                stretch = interval
+                self._starts[interval] = span.start + rest.get(interval, 0)
             elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
-                stretch = []
-            stretch.append(interval)
+                stretch = None
+            elif stretch is not None:
+                self._others[stretch] = max(peak, self._others.get(stretch, peak))
             if interval.phase is Phase.FORWARD:
                 opened.add(interval.call)
             elif not opened:  # the others depend on options
-                self.fixed_peak = max(self.fixed_peak, span.peak)
+                self.fixed_peak = max(self.fixed_peak, peak)
             if interval.phase is Phase.BACKWARD:
                 opened.discard(interval.call)
 
@@ -171,88 +140,56 @@ class StepChain:
         return runs
 
     def move(self, block: int, option: int, state: Hashable) -> Move | None:
+        """Returns the effect of an option, or of a joined run; ``None`` if it is not allowed."""
         key = block, option, state
         if key not in self._moves:
-            self._moves[key] = self._move(block, option, state)
+            self._moves[key] = self._move(*key)
         return self._moves[key]
 
-    def head_peak(self, state: Hashable) -> int:
-        assert isinstance(state, ChainState)
-        if self._head is None:
-            return 0
-        excess = self._beyond(state) + state.output
-        return self._levels[self._head].peak + self._table.rise_of_head(self._head, excess)
-
     def _move(self, block: int, option: int, state: Hashable) -> Move | None:
-        # The same sums as in `LevelTable.levels`, relative to the level before the block, for one block or one joined
-        # run. `PolicySearch` judges by the table: a term that is left out here costs another try, and no budget. Below,
-        # `states[n]` is the state before the n-th block of the run.
-        assert isinstance(state, ChainState)
+        # The same sums as in `LevelTable`, relative to the level before the block.
         table, length = self._table, self._length(block, option)
         chosen = option if length == 1 else self._joined_runs.full
         if any((number, chosen) in self._banned for number in self.blocks[block : block + length]):
             return None
         run = self._calls[block : block + length]
-        states, retained, forward_peak, level = [state], dict[int, int](), 0, 0
+        retained, level, forward, backward = dict[int, int](), 0, list[int](), [0]
         for place, call in enumerate(run):
-            first, *others = self._stretches[Interval(Phase.FORWARD, call)]
-            rise = table.rises.get(call, chosen).forward
-            forward_peak = max(forward_peak, level + self._levels[first].start + rise)
-            retained[call] = table.first.get(call, chosen) - (table.passed_on[call] if place else 0)
-            retained[call] += table.pair_bytes(call, chosen, states[-1].before) + self._early.get((call, chosen), 0)
-            level += states[-1].later + retained[call]
-            forward_peak = max([forward_peak, *(level + self._levels[o].peak for o in others if o != self._head)])
-            states.append(self._after(states[-1], block + place, chosen))
-        change, backward_peak = level, 0
+            interval = Interval(Phase.FORWARD, call)
+            forward.append(level + self._starts[interval] + table.rises.get(call, chosen).forward)
+            before = chosen if place else state
+            retained[call] = table.retained_after(call, chosen, before) - (table.passed_on[call] if place else 0)
+            retained[call] += max(0, table.late.get(call, chosen))
+            level += retained[call]
+            if interval in self._others:
+                forward.append(level + self._others[interval])
+        change = level
         for place, call in reversed(list(enumerate(run))):
             interval = Interval(Phase.BACKWARD, call)
-            if interval not in self._levels:
+            if interval not in self._starts:
                 continue
-            number, rise = chosen, table.rises.get(call, chosen).backward
-            later = [each.later for each in states[: place + 2]]
-            level = self._levels[interval].start + sum(retained[c] for c in run[: place + 1]) + sum(later)
+            own, rise = chosen, table.rises.get(call, chosen).backward
+            level = sum(retained[c] for c in run[: place + 1])
             if length > 1 and call not in table.calls.dropped:
                 if place == length - 1:
                     rise = table.recompute(range(run[0], run[-1] + 1), retained, rise)
                 else:
-                    number, rise = KEEP_NUMBER, table.rises.get(call, KEEP_NUMBER).backward
-            level += self._beyond(states[place + 1]) + table.output_bytes(call, number, states[place].before)
-            rest = sum(retained[c] for c in run[:place]) + sum(later[:-1]) + self._beyond(states[place])
-            peaks = (rest + self._levels[other].peak for other in self._stretches[interval][1:])
-            backward_peak = max(backward_peak, level + rise, *peaks)
-        return Move(forward_peak, change, backward_peak - change, states[-1], length=length)
+                    own, rise = KEEP_NUMBER, table.rises.get(call, KEEP_NUMBER).backward
+            backward.append(self._starts[interval] + level + table.output.get(call, own) + rise)
+            if interval in self._others:
+                backward.append(sum(retained[c] for c in run[:place]) + self._others[interval])
+        state = self._state(block + length, chosen)
+        return Move(max(forward), change, max(backward) - change, state, length=length)
 
-    def _after(self, state: ChainState, block: int, option: int) -> ChainState:
-        """Returns the state after a block, from that before it."""
-        table, call, is_kept = self._table, self._calls[block], option == KEEP_NUMBER
-        holder, is_last = self._holders[block], block == self.num_blocks - 1
-        is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
-        inside = state.inside + (table.inside.get(call, option) if is_kept else 0)
-        before = table.before(call, option)
-        if is_last or not self._affects(before, self._calls[block + 1]):
-            before = Before()  # one state in place of several
-        return ChainState(
-            late=state.late + self._late.get((call, option), 0),
-            shared=state.shared + table.shared[call] if is_kept else 0,
-            inside=0 if is_held and holder == self._holders[-1] else inside,  # it counts no more
-            is_held=is_held,
-            later=0 if is_last else table.later.get(call, option),
-            before=before,
-            output=table.output_bytes(call, option, state.before) if is_last else 0,
-        )
-
-    def _affects(self, before: Before, call: int) -> bool:
-        """Whether the block before changes the bytes of a call, under any option of the call."""
-        table = self._table
-        return any(
-            table.pair_bytes(call, option, before)
-            or table.output_bytes(call, option, before) != table.output.get(call, option)
-            for option in self._numbers
-        )
-
-    @staticmethod
-    def _beyond(state: ChainState) -> int:
-        return state.late - state.shared + (0 if state.is_held else state.inside)
+    def _state(self, block: int, before: int) -> Hashable:
+        """Returns the first option of the block before ``block`` for which the effects of options are the same."""
+        if block == self.num_blocks:
+            return None
+        if block not in self._states:
+            call, first = self._calls[block], dict[tuple[int, ...], int]()
+            effects = [tuple(self._table.retained_after(call, o, b) for o in self._numbers) for b in self._numbers]
+            self._states[block] = [first.setdefault(effect, b) for b, effect in enumerate(effects)]
+        return self._states[block][before]
 
     def _length(self, block: int, option: int) -> int:
         number = option - len(self._seconds[self.blocks[block]])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
-from graphckpt.planning.levels import LevelTable, SampledRun
+from graphckpt.planning.levels import IntervalLevel, LevelTable, SampledRun
 from graphckpt.planning.measured_step import MeasuredRun, MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
@@ -25,6 +25,7 @@ from graphckpt.rules.selective import Selective
 _OF_BLOCKS = Phase.FORWARD, Phase.BACKWARD
 _MOST_TIMED = 16
 """The number of equal blocks whose ops are timed one by one: the fastest of each op counts."""
+_ADDITIVE = 0.01  # of the peak: what rows may be off by, without runs that show why
 
 
 def measure(
@@ -70,19 +71,31 @@ def measure(
         # `some` has an option for each number; `of_class` has them by class, with its levels of `selective`.
         some, of_class = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
-        is_alternating = base_option > 0 and collector.table().needs_alternation
-        turns = list(_turns(kinds, [0, *others] if is_alternating else others, base_option, 1 + is_alternating))
-        if is_shorter and turns:  # to compare them with
-            turns.insert(0, [base_option] * len(kinds))
-        for done, turn in enumerate(turns, start=1):
-            if progress is not None:
-                progress(done, len(turns) + 1)
-            chosen = [
-                recomputed if o == base_option else of_class[kind][o] for kind, o in zip(kinds, turn, strict=True)
-            ]
-            collector.add(shared(step.sample(subset, chosen)), numbers, turn, is_shorter=is_shorter)
+        plain, alternating = list(_turns(kinds, others, base_option)), list(_turns(kinds, [0, *others], base_option, 2))
+        if is_shorter and plain:  # to compare them with
+            plain.insert(0, [base_option] * len(kinds))
+
+        def adds_up() -> bool:
+            return base_option < 0 or is_shorter or collector.table().adds_up(_ADDITIVE)
+
+        # Where rows do not add up, a block depends on those next to it: every second one is recomputed then.
+        rounds = [plain, alternating] if adds_up() else [alternating]
+        done, total = 0, len(rounds[0]) + 1
+        for number, turns in enumerate(rounds):
+            if number:
+                if adds_up():
+                    break
+                total += len(turns)
+            for turn in turns:
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+                chosen = [
+                    recomputed if o == base_option else of_class[kind][o] for kind, o in zip(kinds, turn, strict=True)
+                ]
+                collector.add(shared(step.sample(subset, chosen)), numbers, turn, is_shorter=is_shorter)
         if progress is not None:
-            progress(len(turns) + 1, len(turns) + 1)
+            progress(total, total)
         return collector.measured(blocks, some, of_class, run)
 
     if isinstance(step, FakeStep):  # the times of a real step are measured on many blocks
@@ -122,7 +135,7 @@ def _classes(log: StepLog, blocks: Blocks) -> list[int]:
     return [classes.setdefault(key, len(classes)) for key in keys]
 
 
-def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stride: int) -> Iterator[list[int]]:
+def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stride: int = 1) -> Iterator[list[int]]:
     """Yields the option of each block in each run, until every class has had each of ``others``.
 
     With a ``stride`` of 2 each second block is recomputed: in the first run the second block, in the next the first.
@@ -213,6 +226,10 @@ class TraceCollector:
         table = LevelTable.of_runs(self._runs, self._base_option, self.classes)
         if self._shorter_runs:
             table.read_part(self._shorter_runs, self._shorter_classes)
+        for (log, turn), peak in zip(self._runs, self._peaks, strict=True):
+            levels = [IntervalLevel(interval, span.start, span.peak) for interval, span in log.levels.items()]
+            highest = max(level.peak for level in levels)
+            table.add_run([level.raised(peak - highest) for level in levels], turn, is_sample=True)
         return table
 
     def measured(

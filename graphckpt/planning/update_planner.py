@@ -258,7 +258,6 @@ class UpdatePlanner:
             return 0
         levels = self.table.levels()
         calls = [call for call, other in enumerate(levels.block_of_call) if other == block]
-        on_device, offloaded = (
-            sum(levels.first.get(call, each) for call in calls) for each in (self.candidates.on_device(number), number)
-        )
+        numbers = self.candidates.on_device(number), number
+        on_device, offloaded = (sum(levels.retained.get(call, each) for call in calls) for each in numbers)
         return max(0, on_device - offloaded)

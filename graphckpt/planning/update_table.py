@@ -238,13 +238,13 @@ class UpdateTable:
         base = {i: LevelSpan(*(self.start_bytes + each for each in span)) for i, span in spans.items()}
         calls = Calls(base, update.levels.block_of_call, self.classes, update.levels.dropped)
         table = LevelTable(calls, self.base_option)
-        table.head_shares = {batch.head: 0.0 for batch in calls.batches}  # nothing is late before backward begins
+        table.head_shares = dict.fromkeys(calls.heads, 0.0)  # nothing is late before backward begins
         for call, kind in enumerate(self._kinds(update)):
             for option in range(self.num_options):
                 row = self._row(update.sizes, kind, option)
                 rises = self._own_rises.get((update.key, call, option), (row.rise_forward, row.rise_backward))
                 table.rises.add(call, option, Rise(*rises))
-                table.first.add(call, option, row.retained)
+                table.retained.add(call, option, row.retained)
                 table.late.add(call, option, row.retained_later - row.retained)
                 table.output.add(call, option, row.output)
         return table

@@ -17,7 +17,6 @@ class Table:
 
     seconds: list[list[float]]
     moves: dict[tuple[int, int, Hashable], Move]
-    heads: dict[Hashable, int]
     base: int = 0
     fixed_peak: int = 0
     start: Hashable = 0
@@ -33,9 +32,6 @@ class Table:
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
         self.asked.append((block, option, held))
         return self.moves.get((block, option, held))
-
-    def head_peak(self, held: Hashable) -> int:
-        return self.heads[held]
 
 
 def random_table(
@@ -67,7 +63,6 @@ def random_table(
     return Table(
         [[int(t) * tick for t in rng.integers(0, most, num_options)] for _ in range(num_blocks)],
         moves,
-        {held: int(rng.integers(0, 2 * most)) for held in range(states)},
         base=int(rng.integers(0, most)),
         fixed_peak=int(rng.integers(0, 2 * most)),
     )
@@ -83,7 +78,7 @@ def all_outcomes(chain: Table) -> list[tuple[float, int, tuple[int, ...]]]:
         spent, highest, plan, level, held = begun.pop()
         block = len(plan)
         if block == chain.num_blocks:
-            done.append((spent, max(highest, level + chain.heads[held]), plan))
+            done.append((spent, highest, plan))
             continue
         for option, took in enumerate(chain.seconds[block]):
             move = chain.moves.get((block, option, held))

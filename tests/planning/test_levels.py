@@ -44,6 +44,7 @@ OFF: dict[str, tuple[float, float]] = {
     "fnet": (-0.9, 0.8),
     "gemma2": (0.0, 0.3),
     "gpt_neo": (0.0, 1.0),
+    "gptj": (0.0, 0.6),
     "gpt_oss": (0.0, 0.1),
     "modernbert": (0.0, 0.1),
     "mpt": (0.0, 0.3),

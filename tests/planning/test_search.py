@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers.tables import Table, cheapest
 
-from graphckpt.planning.frontier import Move, levels, peak, seconds
-from graphckpt.planning.search import CopyTiming, OffloadChain, schedule_copies, search_offload
+from graphckpt.planning.frontier import Move, peak
+from graphckpt.planning.search import CopyTiming, schedule_copies, search_offload
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> CopyTiming:
@@ -29,7 +29,7 @@ def test_an_example_to_read_first() -> None:
     # B3 runs 10-13, B2 13-16, and as it begins block 1 is loaded: 13-16; block 0 then: 16-19
     assert times.back_ends == {1: 16, 0: 19}
     assert times.backward_ends == (22, 19, 16, 13)
-    assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 3, 0)
+    assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 0)
     assert times.seconds == 22
 
 
@@ -108,7 +108,8 @@ def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
     times, clock = schedule_copies(timing, plan), Clock(timing, plan)
     assert times.forward_ends == tuple(clock.ends["forward", block] for block in range(num_blocks))
     assert times.backward_ends == tuple(clock.ends["backward", block] for block in range(num_blocks))
-    assert times.in_flight == tuple(clock.in_flight)
+    *forward, last, head = clock.in_flight[: num_blocks + 1]  # after the last forward, what it holds itself counts too
+    assert times.in_flight == (*forward, max(last, head), *clock.in_flight[num_blocks + 1 :])
     assert times.seconds == clock.now
     assert times.back_ends == clock.is_back
     assert clock.is_out.items() <= times.out_ends.items()  # the clock stops with the computation
@@ -117,7 +118,7 @@ def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
 def test_blocks_between_that_move_nothing_leave_bytes_in_flight() -> None:
     """See Note [The window counts blocks that move]."""
     times = schedule_copies(a_timing([[0, 0, 3]] * 4), (2, 0, 0, 0))
-    assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 3, 0)
+    assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 0)
     assert not times.back_ends
 
 
@@ -144,7 +145,7 @@ def a_chain(rng: np.random.Generator, num_blocks: int, most: int = 14) -> tuple[
         out_rate=rate,
         back_rate=rate,
     )
-    return Table(times, moves, {0: 5, 1: 5}, base=10, fixed_peak=12), timing
+    return Table(times, moves, base=10, fixed_peak=12), timing
 
 
 def best_of_all(chain: Table, timing: CopyTiming, budget: int) -> float:
@@ -182,30 +183,8 @@ def test_an_improved_plan_fits_and_is_near_the_best(seed: int) -> None:
         assert found.seconds <= times.seconds
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_the_dynamic_programme_alone_is_the_best_of_all_plans(seed: int) -> None:
-    rng = np.random.default_rng(400 + seed)
-    chain, timing = a_chain(rng, int(rng.integers(2, 7)))
-    budget = a_budget(chain, rng)
-    plan = cheapest(OffloadChain(chain, timing), budget)
-    found = float("inf") if plan is None else schedule_copies(timing, plan).seconds
-    assert found == pytest.approx(best_of_all(chain, timing, budget))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_waits_add_up_along_the_windowed_chain(seed: int) -> None:
-    rng = np.random.default_rng(500 + seed)
-    timing = random_timing(rng, 9, 4, out_rate=0.7, back_rate=1.3)
-    moves = {(block, option, 0): Move(0, 0, 0, 0) for block in range(9) for option in range(4)}
-    chain = Table([[0.0] * 4] * 9, moves, {0: 0})
-    for _ in range(10):
-        plan = tuple(int(option) for option in rng.integers(0, 4, 9))
-        assert seconds(OffloadChain(chain, timing), plan) == pytest.approx(schedule_copies(timing, plan).seconds)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_that_was_given_is_faster(seed: int) -> None:
-    """A chain of more sizes than are told apart, whose plans the dynamic programme takes for larger than they are."""
     rng = np.random.default_rng(200 + seed)
     chain, timing = a_chain(rng, 12, most=60)
     given = search_offload(chain, timing, a_budget(chain, rng))
@@ -214,27 +193,3 @@ def test_no_plan_that_was_given_is_faster(seed: int) -> None:
     assert found is not None
     assert found.peak <= given.peak
     assert found.seconds <= given.seconds
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_windowed_chain_never_says_too_little(seed: int) -> None:
-    rng = np.random.default_rng(300 + seed)
-    chain, timing = a_chain(rng, 9)
-    windowed = OffloadChain(chain, timing)
-    for _ in range(20):
-        plan = tuple(int(option) for option in rng.integers(0, 3, 9))
-        assert peak(windowed, plan) >= peak(chain, plan, schedule_copies(timing, plan).in_flight)
-
-
-def test_the_windowed_chain_is_exact_for_equal_blocks() -> None:
-    chain, timing = a_chain(np.random.default_rng(0), 1)
-    moves = {(block, option, held): move for (_, option, held), move in chain.moves.items() for block in range(5)}
-    equal = Table(chain.seconds * 5, moves, chain.heads)
-    tables = (timing.forward_seconds, timing.backward_seconds, timing.moved_bytes)
-    forward, backward, moved = (list(table) * 5 for table in tables)
-    times = CopyTiming(
-        forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, out_rate=1.0, back_rate=1.0
-    )
-    windowed = OffloadChain(equal, times)
-    for plan in product(range(3), repeat=5):
-        assert levels(windowed, plan) == levels(equal, plan, schedule_copies(times, plan).in_flight)
