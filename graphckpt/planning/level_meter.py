@@ -1,4 +1,4 @@
-"""Reads the level of live bytes at the borders of blocks, in an update that a training loop runs itself.
+"""Reads the level of live bytes at the borders of blocks, in a step or in an update that a training loop runs itself.
 
 ::
 
@@ -6,8 +6,8 @@
     marks       ^      ^           ^           ^      ^            ^            ^          ^
                 each reads the level, the peak since the mark before, and the time
 
-On a CPU a counter knows the level, as in every measurement of the planner. On CUDA the allocator knows it: that takes
-neither a dispatch mode nor a synchronization, and includes what kernels allocate and what is rounded up.
+On a CPU a counter knows the level, and on an absent device the log of its allocations. On CUDA the allocator knows it:
+that takes neither a dispatch mode nor a synchronization, and includes what kernels allocate and what is rounded up.
 """
 
 from __future__ import annotations
@@ -101,23 +101,34 @@ class _GraphEnd:
             meter.end_graph(self._call)
 
 
+def level_counter(device: torch.device, tensors: Iterable[torch.Tensor | None]) -> LiveBytes | None:
+    """Returns a counter of the live bytes on ``device``; ``None`` where its allocator counts.
+
+    ``tensors`` are alive before the step: weights, buffers, gradients, states of optimizers.
+    """
+    if device.type == "cuda":
+        return None
+    counter = LiveBytes(device.type, record_timeline=False)
+    counter.track(tensors)
+    return counter
+
+
 @final
 class LevelMeter(StepMarks):
     """Reads levels and times of one update, within :meth:`metering`.
 
     Args:
         device: The device of the model.
-        tensors: What is alive before the update: weights, buffers, gradients, states of optimizers. Only a CPU needs
-            to know.
+        counter: Counts the bytes of tensors op by op, within :meth:`metering`; ``None`` where the allocator of
+            ``device`` does.
     """
 
-    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor | None]) -> None:
+    def __init__(self, device: torch.device, counter: LiveBytes | None) -> None:
         super().__init__()
         self._device = device
-        self._counter = None if device.type == "cuda" else LiveBytes(device.type, record_timeline=False)
-        """Counts the bytes of tensors op by op; ``None`` where the allocator does."""
-        if self._counter is not None:
-            self._counter.track(tensors)
+        self._counter = counter
+        self.reserved_bytes = 0
+        """The most that the allocator of ``device`` has reserved."""
         self._levels: list[int] = []
         self._peaks: list[int] = []
         self._times: list[TimeMark] = []
@@ -144,20 +155,24 @@ class LevelMeter(StepMarks):
                 self._read()
                 self._is_on = False
 
-    def update(self) -> UpdateLevels:
-        """Returns the levels of the update that is over."""
-        start = self._levels[0]
+    def levels(self, intervals: Iterable[Interval] | None = None, start: int = 0) -> dict[Interval, LevelSpan]:
+        """Returns the levels above ``start`` of what is over, by default with the intervals of a trace."""
         spans: dict[Interval, LevelSpan] = {}
-        seconds: dict[Interval, float] = {}
-        borders, times = pairwise(self._levels), pairwise(self._times)
-        for interval, levels, peak, marks in zip(self.intervals, borders, self._peaks, times, strict=True):
-            begin, end = (level - start for level in levels)
+        named = (span.interval for span in self.log.spans) if intervals is None else intervals
+        for interval, borders, peak in zip(named, pairwise(self._levels), self._peaks, strict=True):
+            begin, end = (level - start for level in borders)
             before = spans.get(interval, LevelSpan(begin, peak - start, end))
             spans[interval] = LevelSpan(before.start, max(before.peak, peak - start), end)
+        return spans
+
+    def update(self) -> UpdateLevels:
+        """Returns the levels of the update that is over."""
+        start, seconds = self._levels[0], dict[Interval, float]()
+        for interval, marks in zip(self.intervals, pairwise(self._times), strict=True):
             seconds[interval] = seconds.get(interval, 0.0) + seconds_between(*marks)
         return UpdateLevels(
             block_of_call=self.order,
-            spans=spans,
+            spans=self.levels(self.intervals, start),
             seconds=seconds,
             total_seconds=seconds_between(self._times[0], self._times[-1]),
             start_bytes=start,
@@ -189,6 +204,7 @@ class LevelMeter(StepMarks):
         self._levels.append(self._level())
         if self._counter is None:
             self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+            self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._peaks.append(self._counter.peak_bytes)

@@ -37,7 +37,7 @@ from graphckpt.blocks.select import has_forward
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
-from graphckpt.planning.level_meter import LevelMeter, block_classes
+from graphckpt.planning.level_meter import LevelMeter, block_classes, level_counter
 from graphckpt.planning.options import (
     Budget,
     PlanOptions,
@@ -331,7 +331,8 @@ class LivePlan:
         """Measures the update from here on."""
         put_back(self._metering)
         self._num_states = self._count_states()
-        self._meter = LevelMeter(self._device, state_tensors(self._model, self._optimizers))
+        counter = level_counter(self._device, state_tensors(self._model, self._optimizers))
+        self._meter = LevelMeter(self._device, counter)
         enter(self._metering, self._meter.metering(Blocks(self._blocks)))
 
     def _measured_update(self, sizes: dict[str, int]) -> PlannedUpdate | None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning.measured_step import MeasuredStep
+from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
@@ -123,6 +124,13 @@ class PlanGroup:
 
     def from_leader(self, value: Any) -> Any:
         return self.all_gather(value)[self.leader]
+
+    def levels(self, levels: LevelLog) -> LevelLog:
+        """Returns those that the leader passes."""
+        if self.size == 1:
+            return levels
+        rows = self.from_leader([(*interval, *span) for interval, span in levels.items()])
+        return {Interval(Phase(phase), call): LevelSpan(*span) for phase, call, *span in rows}
 
     def max(self, value: float) -> Any:
         return max(self.all_gather(value))

@@ -17,9 +17,11 @@ from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
+from graphckpt.planning.program import LevelLog
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
-from graphckpt.planning.steps import ENOUGH, FakeStep, RealStep, StepRun
+from graphckpt.planning.steps import ENOUGH, FakeStep, RealStep, StepRun, peak_of
+from graphckpt.planning.trace import NO_BLOCKS, Blocks
 from graphckpt.simulation.allocations import AllocationLog, Replay, replay
 from graphckpt.simulation.allocator import AllocatorRules
 from graphckpt.units import at_least, format_bytes, format_sizes
@@ -51,6 +53,11 @@ class Planner:
     @property
     def measured(self) -> MeasuredStep:
         return self.search.measured
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        assert self.model is not None
+        return Blocks([(name, self.model.get_submodule(name)) for name in self.measured.names])
 
     @cached_property
     def plain(self) -> PolicyChoice:
@@ -260,8 +267,8 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
         choice = _proposal(search, limit, best, [(run.plan, run.runs) for run in runs])
         if choice is None:
             break
-        run = runs[choice] = run_under(planner.to_plan(choice, limit), planner.model, step, group)
-        search.add_run(choice, run.needed_bytes)
+        run = runs[choice] = run_under(planner.to_plan(choice, limit), planner.model, step, group, planner.blocks)
+        search.add_run(choice, run.needed_bytes, group.levels(run.run.levels))
         if run.needed_bytes <= limit and (best is None or run.seconds < runs[best].seconds):
             best = choice
     if best is None:
@@ -335,8 +342,9 @@ def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGro
         (c.plan, c.runs) for c in runs
     }:
         choice = search.floor
-        run = runs[choice] = run_under(planner.to_plan(choice, choice.peak), planner.model, step, group)
-        search.add_run(choice, run.needed_bytes)
+        plan = planner.to_plan(choice, choice.peak)
+        run = runs[choice] = run_under(plan, planner.model, step, group, planner.blocks)
+        search.add_run(choice, run.needed_bytes, group.levels(run.run.levels))
     lowest = min(runs.values(), key=lambda run: run.needed_bytes).plan
     return replace(lowest, budget_bytes=max(lowest.budget_bytes, lowest.predicted_peak_bytes))
 
@@ -366,11 +374,14 @@ def run_under(
     model: nn.Module | None,
     step: RealStep | FakeStep,
     group: PlanGroup,
+    blocks: Blocks = NO_BLOCKS,
     *,
     most_reserved: int = 0,
     is_timed: bool = False,
 ) -> CheckedPlan:
     """Runs the step under a plan, which is corrected if its prediction is not met.
+
+    The levels of the run are those in the intervals between ``blocks``.
 
     With ``most_reserved`` the plan needs what the allocator has to be able to reserve, which may be at most this. With
     ``is_timed`` a step on a device that is present is timed too, in place of logging its allocations; a simulated one
@@ -378,11 +389,18 @@ def run_under(
     """
     group.check_equal(policies=list(policies_key(plan)))
     with plan.apply(model):
-        if is_timed or isinstance(step, FakeStep):
+        if isinstance(step, FakeStep):
+            run = step.run(blocks)
+        elif is_timed:
             run = step.run()
         else:
-            run = StepRun(_peak(step, group, plan), 0.0, step.allocations())
-        peak = group.max(run.peak_bytes)
+            run = StepRun(_levels(step, group, plan, blocks), 0.0, step.allocations())
+        has_copies = any(row.moved_bytes for row in plan.rows)
+        peak = run.peak_bytes
+        if has_copies and isinstance(step, RealStep) and step.device.type == "cpu":
+            # The threads that copy may be early in one step and late in another: less than predicted proves nothing.
+            peak = max(peak, plan.predicted_peak_bytes - plan.correction_bytes)
+        peak = group.max(peak)
     difference = peak - plan.predicted_peak_bytes
     if not isinstance(step, FakeStep):
         checked = corrected(plan, difference)
@@ -390,13 +408,12 @@ def run_under(
             checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
         return CheckedPlan(checked, run, checked.predicted_peak_bytes)
     assert run.allocations is not None
-    has_copies = any(row.moved_bytes for row in plan.rows)  # which a trace does not show
     plan = replace(
         corrected(plan, difference),
         # The step with everything kept has run too, and needs no correction.
         plain_peak_bytes=peak if plan.keeps_everything else plan.plain_peak_bytes,
         peak_parts=run.allocations.parts_at_peak(step.machine.rounded),
-        predicted_step_seconds=plan.predicted_step_seconds if has_copies else run.seconds,
+        predicted_step_seconds=plan.predicted_step_seconds if has_copies else run.seconds,  # a trace shows no copies
         communication_seconds=run.communication_seconds,
         exposed_seconds=run.exposed_seconds,
         bubble_seconds=run.bubble_seconds,
@@ -454,15 +471,14 @@ def policies_key(plan: Plan) -> tuple[str, ...]:
     return tuple(row.option for row in plan.rows)
 
 
-def _peak(step: RealStep, group: PlanGroup, plan: Plan) -> int:
-    """Returns the peak of a step under a plan.
+def _levels(step: RealStep, group: PlanGroup, plan: Plan, blocks: Blocks) -> LevelLog:
+    """Returns the levels of a step under a plan.
 
     The thread of gloo sometimes frees the tensors of a collective late, so the lower of two peaks counts. If tensors
-    are offloaded, the higher one counts: the threads that copy them may be early in one step and late in another. For
-    the same reason a peak below the prediction proves nothing.
+    are offloaded, the higher one counts: the threads that copy them may be early in one step and late in another.
     """
     if step.device.type != "cpu":
-        return step.peak()
+        return step.levels(blocks)
     if any(row.moved_bytes for row in plan.rows):
-        return max(plan.predicted_peak_bytes - plan.correction_bytes, step.peak(), step.peak())
-    return min(step.peak() for _ in range(1 + (group.size > 1)))
+        return max(step.levels(blocks), step.levels(blocks), key=peak_of)
+    return min((step.levels(blocks) for _ in range(1 + (group.size > 1))), key=peak_of)

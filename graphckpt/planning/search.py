@@ -14,7 +14,7 @@ from graphckpt.extras import LazyPackage
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, peak
 from graphckpt.planning.levels import KEEP_NUMBER, IntervalLevel, Runs
 from graphckpt.planning.measured_step import MeasuredStep
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.program import Interval, LevelLog, Phase
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def search_offload(
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
     :func:`~graphckpt.planning.frontier.peak` evaluate every candidate. The best one of ``plan``, the uniform plans, and
-    those that a frontier finds where copies take no time, each with one option for its first blocks, is improved by swaps of near blocks and changes of one, as
-    long as one helps.
+    those that a frontier finds where copies take no time, each with one option for its first blocks, is improved by
+    swaps of near blocks and changes of one, as long as one helps.
 
     The same input gives the same plan: the effort is counted in trials.
 
@@ -256,11 +256,20 @@ class PolicySearch:
         self._ran: dict[_Key, None] = {(tuple(run.plan), ()): None for run in measured.runs}
         """The choices under which the step has run."""
 
-    def add_run(self, choice: PolicyChoice, peak: int) -> None:
-        """Adds a run of the step under a choice as it was predicted: its peak is ``peak`` bytes from now on."""
+    def add_run(self, choice: PolicyChoice, peak: int, levels: LevelLog) -> None:
+        """Adds the levels of a run of the step under a choice, as it was predicted; its peak is ``peak`` bytes."""
         table, off = self.measured.model, peak - choice.peak
-        levels = [level.raised(off) for level in table.levels(choice.plan, choice.runs)]
-        table.add_run(levels, choice.plan, choice.runs)
+        predicted = [level.raised(off) for level in table.levels(choice.plan, choice.runs)]
+        gathered = self._gathered_bytes(choice.plan)
+        read = [
+            IntervalLevel(row.interval, span.start, span.peak).raised(-gathered.get(row.interval, 0))
+            if (span := levels.get(row.interval)) is not None
+            else row._replace(peak=min(row.peak, peak))
+            for row in predicted
+        ]
+        # Copies that are in flight are at other places in each run.
+        is_exact = max(level.peak + gathered.get(level.interval, 0) for level in read) == peak
+        table.add_run(read if is_exact else predicted, choice.plan, choice.runs)
         self._ran[choice.plan, choice.runs] = None
         for name in ("floor", "baselines", "ran"):  # the next time anew
             self.__dict__.pop(name, None)

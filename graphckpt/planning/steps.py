@@ -19,11 +19,12 @@ from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import Option
+from graphckpt.planning.level_meter import LevelMeter, level_counter
 from graphckpt.planning.measured_step import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
-from graphckpt.planning.program import EventKind, Interval, Phase, StorageEvent
-from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
+from graphckpt.planning.program import EventKind, Interval, LevelLog, Phase, StorageEvent
+from graphckpt.planning.trace import NO_BLOCKS, Blocks, PathError, StepClock, Trace
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.simulation.allocations import (
@@ -61,8 +62,8 @@ _AnyTrace = TypeVar("_AnyTrace", bound=AllocationTrace)
 class StepRun(NamedTuple):
     """The memory and the time of a step under the policies that were set when it ran."""
 
-    peak_bytes: int
-    """The peak of live bytes."""
+    levels: LevelLog
+    """Live bytes, by interval."""
     seconds: float
     allocations: AllocationLog | None = None
     """Allocations of the first steps of a process, or on CUDA of two steps; ``None`` for a step on a CPU."""
@@ -72,6 +73,14 @@ class StepRun(NamedTuple):
     bubble_seconds: float = 0.0
     """The share of ``seconds`` in which a pipeline stage waits for others. All three are 0 for a real step, where they
     are not known."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return peak_of(self.levels)
+
+
+def peak_of(levels: LevelLog) -> int:
+    return max(span.peak for span in levels.values())
 
 
 class RealStep:
@@ -198,27 +207,23 @@ class RealStep:
                 return orders[-1] == orders[-2] and all(block in rest for rest, order in rests for block in order)
         return False
 
-    def peak(self) -> int:
-        """Returns the peak of live bytes during a step.
+    def levels(self, blocks: Blocks = NO_BLOCKS) -> LevelLog:
+        """Returns the live bytes during a step, by interval.
 
-        On CUDA it is the allocator's, with earlier allocations and temporaries of ops, but without the copies from
-        which the step is restored; elsewhere it is counted as in the traced runs.
+        On CUDA they are the allocator's, with earlier allocations and temporaries of ops, but without the copies from
+        which the step is restored; elsewhere they are counted as in the traced runs.
         """
         with on_optimizer_step(self._optimizers.setdefault):
             if self.device.type == "cuda":
-                # The first step reserves what this one needs, the second is measured: its states and gradients exist.
                 torch.cuda.empty_cache()  # what is reserved from here on is due to this step
-                self._step()
-                torch.cuda.reset_peak_memory_stats(self.device)
-                self._step()
-                own_bytes = self._own_bytes()
-                self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) - own_bytes
-                return int(torch.cuda.max_memory_allocated(self.device)) - own_bytes
+            # The first step reserves what this one needs, the second is measured: its states and gradients exist.
             self._step()
-            trace = self.new_trace()
-            with trace:
+            meter = LevelMeter(self.device, level_counter(self.device, state_tensors(self._model, self._optimizers)))
+            with meter.metering(blocks):
                 self._step()
-        return trace.peak_bytes
+            own_bytes = self._own_bytes()
+        self.reserved_bytes = meter.reserved_bytes - own_bytes
+        return meter.levels(start=own_bytes)
 
     def allocations(self) -> AllocationLog | None:
         """Runs two steps, and logs their allocations after those that the process has; ``None`` if not on CUDA."""
@@ -235,7 +240,7 @@ class RealStep:
         return trace.allocations
 
     def run(self) -> StepRun:
-        return StepRun(self.peak(), min(self._timed(Blocks([])).total for _ in range(_TIMED_RUNS)))
+        return StepRun(self.levels(NO_BLOCKS), min(self._timed(NO_BLOCKS).total for _ in range(_TIMED_RUNS)))
 
     def run_once(self) -> None:
         """Runs the step for other processes, which measure it; the figures of this process are not used."""
@@ -527,8 +532,8 @@ class FakeStep:
     def restoring(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self) -> StepRun:
-        """Runs the first two steps of a process; the peak and the seconds are those of the second."""
+    def run(self, blocks: Blocks = NO_BLOCKS) -> StepRun:
+        """Runs the first two steps of a process; the levels and the seconds are those of the second."""
         with self._device, self._from_start():
             timeline = self._device.new_timeline()
             # From an empty process, as its allocator would see it: the first step puts optimizer states among
@@ -548,16 +553,19 @@ class FakeStep:
                 trace.label((parameter.grad for parameter in parameters), "gradients")
                 trace.label(states_of(optimizer), "optimizer states")
 
-            with on_optimizer_step(see), timeline.waits(), trace:
-                trace.begin_step()
-                self._step_fn()  # creates optimizer states, and finds buffers that change
-                trace.begin_step()
+            meter = LevelMeter(torch.device("cpu"), trace)
+            with on_optimizer_step(see), timeline.waits():
+                with trace:
+                    trace.begin_step()
+                    self._step_fn()  # creates optimizer states, and finds buffers that change
+                    trace.begin_step()
                 timeline.begin_step()
-                self._step_fn()
+                with meter.metering(blocks):
+                    self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
         self._comm_bytes = max(self._comm_bytes, timeline.comm_bytes)
         seconds = self._seconds_of_all(timeline.seconds(), timeline.first)
-        return StepRun(trace.peak_bytes, seconds.total, trace.allocations, *seconds[1:])
+        return StepRun(meter.levels(), seconds.total, trace.allocations, *seconds[1:])
 
     def _seconds_of_all(self, seconds: StepSeconds, first: StepSeconds) -> StepSeconds:
         """Returns the seconds of a step with all micro-batches, of which ``first`` are those of the first one.

@@ -115,6 +115,9 @@ class Blocks:
         yield
 
 
+NO_BLOCKS = Blocks([])
+
+
 class StepMarks:
     """The intervals of a step so far, and the calls of blocks. Hooks begin the intervals; see the map above.
 

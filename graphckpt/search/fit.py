@@ -274,7 +274,8 @@ class SizedSteps:
         if isinstance(sized.step, FakeStep):
             seconds = plan.predicted_step_seconds
             return replace(row, plan=plan, checked_peak_bytes=plan.predicted_peak_bytes, checked_seconds=seconds)
-        peak, seconds, *_ = run_under(plan, sized.model, sized.step, PlanGroup(), is_timed=True).run
+        run = run_under(plan, sized.model, sized.step, PlanGroup(), is_timed=True).run
+        peak, seconds = run.peak_bytes, run.seconds
         if peak > self.memory.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.memory.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
@@ -302,11 +303,11 @@ class SizedSteps:
         sized = self.make_sized(size, 1)
 
         def run(number: int) -> Plan:
-            peak, seconds, *_ = run_under(plans[number], sized.model, sized.step, PlanGroup(), is_timed=True).run
+            ran = run_under(plans[number], sized.model, sized.step, PlanGroup(), is_timed=True).run
             return replace(
                 plans[number],
-                predicted_peak_bytes=peak,
-                predicted_step_seconds=seconds,
+                predicted_peak_bytes=ran.peak_bytes,
+                predicted_step_seconds=ran.seconds,
                 budget_bytes=limit,
                 model=sized.model,
                 stages=(),

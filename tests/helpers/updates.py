@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import Option, options
-from graphckpt.planning.level_meter import LevelMeter, UpdateLevels, block_classes
+from graphckpt.planning.level_meter import LevelMeter, UpdateLevels, block_classes, level_counter
 from graphckpt.planning.steps import state_tensors
 from graphckpt.planning.trace import Blocks
 from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
@@ -45,7 +45,7 @@ class Updates:
     def measured(self, plan: Sequence[int]) -> UpdateLevels:
         """Runs an update under the options of a plan, and returns its levels."""
         device = next(self.model.parameters()).device
-        meter = LevelMeter(device, state_tensors(self.model, self.optimizers))
+        meter = LevelMeter(device, level_counter(device, state_tensors(self.model, self.optimizers)))
         with self.blocks.under([FIVE[o] for o in plan], [None] * len(plan)), meter.metering(self.blocks):
             self.update()
         return meter.update()
