@@ -170,7 +170,7 @@ class LevelTable:
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
         self.rises = _Readings(calls, Rise(0, 0))
         self.retained = _Readings(calls, 0)
-        self.beside = _Readings(calls, 0)
+        self.of_pairs = _Readings(calls, 0)
         """What a call retains after one that is not recomputed: by the class of that one, its option, and the own."""
         self.late = _Readings(calls, 0)
         """What a call retains more from the head on, the code between the forwards and the backwards of a batch."""
@@ -210,7 +210,7 @@ class LevelTable:
         """Reads runs of some of the blocks, one of them with each of these recomputed."""
         shorter = LevelTable(_base_of(runs, self.base_option, classes)[1], self.base_option)
         shorter.rises.of_kind, shorter.retained.of_kind = self.rises.of_kind, self.retained.of_kind
-        shorter.beside.of_kind, shorter.late.of_kind = self.beside.of_kind, self.late.of_kind
+        shorter.of_pairs.of_kind, shorter.late.of_kind = self.of_pairs.of_kind, self.late.of_kind
         shorter.output.of_kind = self.output.of_kind
         shorter._read(runs)
         self._read_heads()
@@ -222,10 +222,16 @@ class LevelTable:
             for call, (num_bytes, base_bytes) in enumerate(added):
                 self._add_retained(call, plan, num_bytes - base_bytes)
         # What is freed or released later than at the next border shows in backward, as a difference from these sums.
-        for log, plan in runs:
-            starts = {row.interval: row.start for row in self._sums(plan, ())}
-            backwards = [i for i in starts if i.phase is Phase.BACKWARD and i in log.levels]
-            excess = {interval.call: log.levels[interval].start - starts[interval] for interval in backwards}
+        # All differences are read before the first one changes the sums.
+        excesses = [
+            {
+                row.interval.call: log.levels[row.interval].start - row.start
+                for row in self._sums(plan, ())
+                if row.interval.phase is Phase.BACKWARD and row.interval in log.levels
+            }
+            for log, plan in runs
+        ]
+        for (log, plan), excess in zip(runs, excesses, strict=True):
             for call in range(len(self.block_of_call)):
                 self._read_backward(log.levels, call, plan, excess)
         self._sampled = runs
@@ -251,8 +257,9 @@ class LevelTable:
             own = excess[call if after is None else after] - (0 if before is None else excess[before])
             if is_alone and (before is None or options[before] == self.base_option):
                 self.late.add(call, option, own, after is not None)
-            if is_alone and after is not None:
-                self.output.add(call, option, max(0, excess[call] - excess[after]))
+            if is_alone:  # of the last call, all is late
+                output = 0 if after is None else max(0, excess[call] - excess[after])
+                self.output.add(call, option, output, after is not None)
         rise = Rise(forward.peak - forward.start, backward.peak - backward.start)
         self.rises.add(call, option, rise, 2 * is_alone + (after is not None))
 
@@ -265,7 +272,7 @@ class LevelTable:
         self.retained.add(call, options[call], num_bytes, 2 * is_alone + is_followed)
         if not is_alone:
             kind = self.calls.kinds[self.calls.before[call]][0]
-            self.beside.add(call, (kind, before, options[call]), num_bytes, is_followed)
+            self.of_pairs.add(call, (kind, before, options[call]), num_bytes, is_followed)
 
     def _before(self, options: Sequence[int], call: int) -> int | None:
         before = self.calls.before.get(call)
@@ -275,11 +282,11 @@ class LevelTable:
         self, levels: Iterable[IntervalLevel], plan: Sequence[int], runs: Runs = (), *, is_sample: bool = False
     ) -> None:
         """Adds the levels of the step as it ran under a plan, which are the levels of that plan from now on."""
-        marks, known = _marks(plan, runs), list(levels)
-        by_interval = {level.interval: level for level in known}
+        marks, rows = _marks(plan, runs), list(levels)
+        by_interval = {level.interval: level for level in rows}
         pairs = ((by_interval.get(row.interval, row), row) for row in self._sums(plan, runs))
         self._rests[marks] = np.array([(run.start - row.start, run.peak - row.peak) for run, row in pairs], np.int64)
-        self._levels_of[marks] = known
+        self._levels_of[marks] = rows
         if not is_sample:
             self._proposed[marks] = None
 
@@ -300,8 +307,8 @@ class LevelTable:
     def adds_up(self, tolerance: float) -> bool:
         """Whether rows alone explain all runs: to a share of their peaks, and alike for equal calls beside others."""
         peaks = {marks: max(level.peak for level in levels) for marks, levels in self._levels_of.items()}
-        alone, beside = self.retained.of_kind, self.beside.of_kind.items()
-        differences = [abs(value - alone[kind, option][1]) for (kind, (_, _, option)), (_, value) in beside]
+        alone, pairs = self.retained.of_kind, self.of_pairs.of_kind.items()
+        differences = [abs(value - alone[kind, option][1]) for (kind, (_, _, option)), (_, value) in pairs]
         return max(differences, default=0) <= tolerance * min(peaks.values()) and all(
             np.abs(rest).max() <= tolerance * peaks[marks] for marks, rest in self._rests.items()
         )
@@ -331,8 +338,8 @@ class LevelTable:
 
         The blocks of ``runs`` are recomputed as one; each has the option of the base in ``plan``.
         """
-        if (known := self._levels_of.get(_marks(plan, runs))) is not None:
-            yield from known
+        if (rows := self._levels_of.get(_marks(plan, runs))) is not None:
+            yield from rows
             return
         for row, (start, peak) in zip(self._sums(plan, runs), self.rest(plan, runs).tolist(), strict=True):
             yield IntervalLevel(row.interval, row.start + start, row.peak + peak)
@@ -399,13 +406,13 @@ class LevelTable:
         if earlier is None or before in (None, self.base_option):
             return alone
         kind = self.calls.kinds[earlier][0]
-        seen = self.beside.find(call, (kind, before, option))
-        if seen is not None:
-            return seen
+        reading = self.of_pairs.find(call, (kind, before, option))
+        if reading is not None:
+            return reading
         # No run has shown the two. What the block before has returned and holds, this one does not free; and what is
         # freed of a block that is recomputed while the next one runs, is not freed of that one.
         alone = max(0, alone) if self.output.get(earlier, before) else alone
-        return alone + self.beside.get(call, (kind, before, self.base_option))
+        return alone + self.of_pairs.get(call, (kind, before, self.base_option))
 
     def _late_after(self, call: int, option: int, before: int | None) -> int:
         """Returns what a call retains more from the head on, which frees no tensor that the block before holds."""
@@ -421,7 +428,8 @@ class LevelTable:
         level = peak = 0
         for call in run[:-1]:
             peak = max(peak, level + self.rises.get(call, KEEP_NUMBER).forward)
-            retained[call] = self.retained_after(call, KEEP_NUMBER, KEEP_NUMBER) + self.late.get(call, KEEP_NUMBER)
+            retained[call] = self.retained_after(call, KEEP_NUMBER, KEEP_NUMBER)
+            retained[call] += max(0, self.late.get(call, KEEP_NUMBER))  # nothing is freed at a head
             level += retained[call] + self.passed_on[call + 1]
         return max(peak, level + rise)
 

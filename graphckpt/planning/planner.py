@@ -282,7 +282,7 @@ def _proposal(
     search: PolicySearch, limit: int, best: PolicyChoice | None, tried: Collection[Any]
 ) -> PolicyChoice | None:
     """Returns what may fit and be faster than ``best``, the fastest choice that has fitted; ``None``: nothing may."""
-    most = inf if best is None else (1 - _GAIN) * best.seconds
+    limit_seconds = inf if best is None else (1 - _GAIN) * best.seconds
     # From what should fit to what fits only if predictions are too high, each computed where it is needed.
     proposals = [lambda: search.fastest(limit), lambda: search.hopeful(limit)]
     if best is None:
@@ -290,7 +290,7 @@ def _proposal(
         proposals.append(lambda: search.nearest(limit))
     for propose in proposals:
         choice = propose()
-        if choice is not None and choice.seconds < most and (choice.plan, choice.runs) not in tried:
+        if choice is not None and choice.seconds < limit_seconds and (choice.plan, choice.runs) not in tried:
             return choice
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,10 +15,11 @@ from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
+from graphckpt.planning.program import LevelLog, LevelSpan
 from graphckpt.planning.search import PolicySearch
-from graphckpt.planning.steps import RealStep
+from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
+from graphckpt.planning.trace import NO_BLOCKS, Blocks
 
 M = TypeVar("M", bound=nn.Module)
 Selectors = Selector | Iterable[Selector] | None
@@ -44,6 +46,19 @@ def measured_step(
 
 def planner_of(model: nn.Module, step: Callable[[], object], blocks: Selectors = None) -> Planner:
     return Planner(PolicySearch(measured_step(model, step, blocks)), model=model)
+
+
+def change_levels(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]) -> list[int]:
+    """Lets each check of a plan read other levels; returns its peaks."""
+    peaks, read = list[int](), RealStep.levels
+
+    def levels(step: RealStep, blocks: Blocks = NO_BLOCKS) -> LevelLog:
+        spans = {interval: LevelSpan(*map(change, span)) for interval, span in read(step, blocks).items()}
+        peaks.append(peak_of(spans))
+        return spans
+
+    monkeypatch.setattr(RealStep, "levels", levels)
+    return peaks
 
 
 def fields_of(measured: MeasuredStep, plan: Sequence[int]) -> dict[str, Any]:

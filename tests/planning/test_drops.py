@@ -12,13 +12,13 @@ import torch
 from helpers.layer_stacks import D, ResidualLayer
 from helpers.odd_steps import ROWS, STEPS, UpdateStep, Views, simsiam, simsiam_symmetric, through
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, stepped_once
+from helpers.plans import change_levels, planner_of, stepped_once
 
 from graphckpt import apply, plan
 from graphckpt.planning import PlanError, trace
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.steps import RealStep
+from graphckpt.planning.steps import RealStep, peak_of
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -140,14 +140,7 @@ def simple() -> StepWithPeaks:
 
 def measuring(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]) -> list[int]:
     """Lets each check measure another peak; returns the peaks."""
-    peaks, real_peak = [], RealStep.peak
-
-    def peak(step: RealStep) -> int:
-        peaks.append(change(real_peak(step)))
-        return peaks[-1]
-
-    monkeypatch.setattr(RealStep, "peak", peak)
-    return peaks
+    return change_levels(monkeypatch, change)
 
 
 def test_a_refuted_plan_is_not_returned(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +169,7 @@ def test_a_plan_that_takes_less_than_predicted_is_found(simple: StepWithPeaks, m
         found = plan(model, step, memory_budget=budget, select=ResidualLayer)
         assert 0 < found.floor_bytes <= found.predicted_peak_bytes <= budget
         with found.apply():
-            assert RealStep(model, step).peak() == found.predicted_peak_bytes
+            assert peak_of(RealStep(model, step).levels()) == found.predicted_peak_bytes
     with pytest.raises(PlanError, match="no plan fits"):
         plan(model, step, memory_budget=least // 2 - 1, select=ResidualLayer)
     with pytest.raises(PlanError, match=f"the lowest possible peak is {least} B, reached "):

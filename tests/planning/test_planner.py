@@ -16,7 +16,7 @@ import transformers
 from fuzz.bench import same
 from helpers.layer_stacks import D, ListModel, ResidualLayer, SequentialModel, linear_layers, stack_of, tiny_gpt2
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, stepped_once
+from helpers.plans import change_levels, planner_of, stepped_once
 from torch import nn
 
 import graphckpt
@@ -28,7 +28,6 @@ from graphckpt.planning import PlanError
 from graphckpt.planning.options import Budget, DeviceMemory, budget_bytes
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
-from graphckpt.planning.steps import RealStep
 from graphckpt.units import format_bytes, parse_bytes
 
 
@@ -158,8 +157,7 @@ def test_a_check_above_the_budget_counts_however_little(
     planned: tuple[Case, Planner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, planner = planned
-    real_peak = RealStep.peak
-    monkeypatch.setattr(RealStep, "peak", lambda step: real_peak(step) + 64)
+    change_levels(monkeypatch, lambda num_bytes: num_bytes + 64)
     budget = budgets(planner, 3)[1]
     for limit in (budget, plan(case.model, case.step, memory_budget=budget, check=False).predicted_peak_bytes):
         found = plan(case.model, case.step, memory_budget=limit)

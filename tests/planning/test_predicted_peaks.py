@@ -34,7 +34,7 @@ from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner, lowest_and_check, plan_and_check
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
-from graphckpt.planning.steps import RealStep
+from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 
@@ -77,6 +77,8 @@ def plans(num_blocks: int, num_options: int, count: int, seed: int = 0) -> list[
 
 OFF = {"fnet": 0.01, "gemma2": 0.003}
 """The share by which the table is off at most; all others are predicted to the byte."""
+OFF_JOINED = {"gptj": 0.021}
+"""The share by which joined runs may take more than predicted, if it is above 1 %: a plan that joins runs first."""
 FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
@@ -93,15 +95,16 @@ def test_predicted_is_tracked(architecture: Architecture) -> None:
         assert abs(known.model.peak(plan) - really) <= OFF.get(architecture.name, 0.0) * really, plan
     assert not known.notes
     planner = Planner(PolicySearch(known), model=model)
-    low, high = lowest_and_check(planner, real, PlanGroup()).predicted_peak_bytes, planner.plain.peak
-    for budget in (low, (2 * low + high) // 3, (low + 2 * high) // 3, high):
-        found = plan_and_check(planner, real, budget, PlanGroup())
-        assert tracked(found.policies) == found.predicted_peak_bytes <= budget, found.rows
     for choice in joined(planner, 4):
         plan = planner.to_plan(choice, choice.peak)
         really = tracked(plan.policies)
         # no sampled run has joined blocks: what is recomputed is taken from the rows of kept ones
-        assert -0.01 * really <= choice.peak - really <= 0.02 * really, plan
+        lowest = -OFF_JOINED.get(architecture.name, 0.01) * really
+        assert lowest <= choice.peak - really <= 0.02 * really, plan
+    low, high = lowest_and_check(planner, real, PlanGroup()).predicted_peak_bytes, planner.plain.peak
+    for budget in (low, (2 * low + high) // 3, (low + 2 * high) // 3, high):
+        found = plan_and_check(planner, real, budget, PlanGroup())
+        assert tracked(found.policies) == found.predicted_peak_bytes <= budget, found.rows
 
 
 def joined(planner: Planner, count: int, seed: int = 0) -> Iterator[PolicyChoice]:
@@ -255,4 +258,4 @@ def test_layers_join_only_where_that_frees_what_the_one_before_returns(
     assert bool(choices) == are_joined
     for choice in (*choices, *planner.search.pareto()):
         with planner.to_plan(choice, choice.peak).apply():
-            assert RealStep(model, step).peak() == choice.peak
+            assert peak_of(RealStep(model, step).levels()) == choice.peak

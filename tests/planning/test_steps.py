@@ -116,7 +116,8 @@ def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights() -> N
     known = measure(fake, blocks, options(False, ["full"]))
     for plan in ([1] * 7, [0, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]):
         chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
-        assert known.model.peak(plan) == fake.sample(blocks, chosen).peak_bytes, plan
+        really = fake.sample(blocks, chosen).peak_bytes
+        assert abs(known.model.peak(plan) - really) <= 0.001 * really, plan
 
 
 def test_a_fake_step_predicts_the_bytes_of_the_real_one() -> None:
