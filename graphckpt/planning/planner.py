@@ -19,8 +19,8 @@ from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.program import LevelLog
 from graphckpt.planning.rows import PlanRow, Stage
-from graphckpt.planning.search import PolicyChoice, PolicySearch
-from graphckpt.planning.steps import ENOUGH, FakeStep, RealStep, StepRun, peak_of
+from graphckpt.planning.search import PolicyChoice, PolicyKey, PolicySearch
+from graphckpt.planning.steps import FakeStep, RealStep, StepRun, peak_of
 from graphckpt.planning.trace import NO_BLOCKS, Blocks
 from graphckpt.simulation.allocations import AllocationLog, Replay, replay
 from graphckpt.simulation.allocator import AllocatorRules
@@ -245,41 +245,40 @@ class Planners:
 
 _MOST_PROPOSALS = 5  # that run, for a budget
 _GAIN = 0.005  # of the seconds of blocks, for which another plan is tried after one that has fitted
-_MOST_REPLAYS = 5  # of plans whose gaps between the allocator's blocks are not known before
 
 
 def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int, group: PlanGroup) -> Plan:
-    """Returns the fastest plan under which the step has run in ``limit`` bytes, which follow from ``budget``."""
-    if isinstance(step, FakeStep) and step.limits_reserved(budget):
-        return plan_and_replay(planner, step, limit)
-    return plan_and_check(planner, step, limit, group)
-
-
-def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, group: PlanGroup) -> Plan:
-    """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes.
+    """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes, which follow from ``budget``.
 
     The step of each process runs under what is proposed. Each run shows how far the predictions for its plan and near
-    ones are off, and the fastest of the runs that fit is returned.
+    ones are off, and the fastest of the runs that fit is returned. On an absent device with a caching allocator what
+    it has to reserve counts: the gaps between its blocks are another share of the peak for each plan, and are counted
+    as what a prediction was off by.
     """
-    search, runs = planner.search, dict[PolicyChoice, CheckedPlan]()
+    of_reserved = isinstance(step, FakeStep) and step.limits_reserved(budget)
+    search, runs = planner.search, dict[PolicyKey, CheckedPlan]()
     best: PolicyChoice | None = None
-    while len(runs) < _MOST_PROPOSALS:
-        choice = _proposal(search, limit, best, [(run.plan, run.runs) for run in runs])
-        if choice is None:
-            break
-        run = runs[choice] = run_under(planner.to_plan(choice, limit), planner.model, step, group, planner.blocks)
+    while len(runs) < _MOST_PROPOSALS and (choice := _proposal(search, limit, best, runs)) is not None:
+        plan = planner.to_plan(choice, limit)
+        most_reserved = limit if of_reserved else 0
+        run = run_under(plan, planner.model, step, group, planner.blocks, most_reserved=most_reserved)
+        runs[choice.key] = run
         search.add_run(choice, run.needed_bytes, group.levels(run.run.levels))
-        if run.needed_bytes <= limit and (best is None or run.seconds < runs[best].seconds):
+        if run.needed_bytes <= limit and (best is None or run.seconds < runs[best.key].seconds):
             best = choice
-    if best is None:
-        lowest = min(run.needed_bytes for run in runs.values())
-        peaks = [choice.peak for choice in search.ran if choice.peak > limit]  # a smaller one is refuted
-        raise planner.infeasible(limit, min([lowest, *peaks]))
-    return runs[best].plan
+    if best is not None:
+        return runs[best.key].plan
+    # Better a step that waits for the allocator than none.
+    waiting = [run for run in runs.values() if of_reserved and 0 < run.plan.predicted_reserved_bytes <= limit]
+    if waiting:
+        return min(waiting, key=lambda run: run.seconds).plan
+    lowest = min(run.needed_bytes for run in runs.values())
+    peaks = [choice.peak for choice in search.ran if choice.peak > limit]  # a smaller one is refuted
+    raise planner.infeasible(limit, min([lowest, *peaks]), of_reserved=of_reserved)
 
 
 def _proposal(
-    search: PolicySearch, limit: int, best: PolicyChoice | None, tried: Collection[Any]
+    search: PolicySearch, limit: int, best: PolicyChoice | None, runs: Collection[PolicyKey]
 ) -> PolicyChoice | None:
     """Returns what may fit and be faster than ``best``, the fastest choice that has fitted; ``None``: nothing may."""
     limit_seconds = inf if best is None else (1 - _GAIN) * best.seconds
@@ -290,60 +289,18 @@ def _proposal(
         proposals.append(lambda: search.nearest(limit))
     for propose in proposals:
         choice = propose()
-        if choice is not None and choice.seconds < limit_seconds and (choice.plan, choice.runs) not in tried:
+        if choice is not None and choice.seconds < limit_seconds and choice.key not in runs:
             return choice
     return None
 
 
-def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
-    """Returns the fastest plan under which the allocator of an absent device runs the step in ``limit`` bytes.
-
-    The gaps between its blocks are another share of the peak for each plan, so that the bound of the peak is searched:
-    by steps that double while plans do not fit, then by halves between one that fits and one that does not.
-    """
-    # In twelve steps the memory that the allocator needs was 0.8 to 28.5 % above the peak: no margin would do.
-    runs: dict[tuple[str, ...], CheckedPlan] = {}
-    best: CheckedPlan | None = None
-    bound, too_high, factor = limit, limit, 1
-    for _ in range(_MOST_REPLAYS):
-        plan = planner.closest(bound)
-        if policies_key(plan) in runs:
-            break
-        run = runs[policies_key(plan)] = run_under(plan, planner.model, step, PlanGroup(), most_reserved=limit)
-        peak = run.plan.predicted_peak_bytes
-        if run.needed_bytes <= limit:
-            best = run if best is None or run.plan.predicted_step_seconds < best.plan.predicted_step_seconds else best
-            if bound == limit or run.needed_bytes >= ENOUGH * limit:
-                break
-        else:
-            too_high = min(too_high, peak)
-            bound = peak - factor * (run.needed_bytes - limit)
-            factor *= 2
-        if best is not None:
-            bound = (best.plan.predicted_peak_bytes + too_high) // 2
-    for plan in [planner.lowest(limit), planner.closest(limit)]:
-        if best is None and policies_key(plan) not in runs:
-            run = runs[policies_key(plan)] = run_under(plan, planner.model, step, PlanGroup(), most_reserved=limit)
-            best = run if run.needed_bytes <= limit else None
-    if best is not None:
-        return replace(best.plan, budget_bytes=limit)
-    # Better a step that waits for the allocator than none.
-    running = [run.plan for run in runs.values() if 0 < run.plan.predicted_reserved_bytes <= limit]
-    if not running:
-        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()), of_reserved=True)
-    return replace(min(running, key=lambda plan: plan.predicted_step_seconds), budget_bytes=limit)
-
-
 def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
     """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
-    search, runs = planner.search, dict[PolicyChoice, CheckedPlan]()
+    search, runs = planner.search, dict[PolicyKey, CheckedPlan]()
     # Where a prediction was too low, the next one may be lower; where it was too high, this plan stays the lowest.
-    while len(runs) < _MOST_PROPOSALS and (search.floor.plan, search.floor.runs) not in {
-        (c.plan, c.runs) for c in runs
-    }:
-        choice = search.floor
+    while len(runs) < _MOST_PROPOSALS and (choice := search.floor).key not in runs:
         plan = planner.to_plan(choice, choice.peak)
-        run = runs[choice] = run_under(plan, planner.model, step, group, planner.blocks)
+        run = runs[choice.key] = run_under(plan, planner.model, step, group, planner.blocks)
         search.add_run(choice, run.needed_bytes, group.levels(run.run.levels))
     lowest = min(runs.values(), key=lambda run: run.needed_bytes).plan
     return replace(lowest, budget_bytes=max(lowest.budget_bytes, lowest.predicted_peak_bytes))

@@ -196,6 +196,9 @@ class CopyRates(NamedTuple):
     back: float
 
 
+PolicyKey: TypeAlias = "tuple[tuple[int, ...], Runs]"
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
@@ -206,8 +209,12 @@ class PolicyChoice:
     runs: Runs = ()
     """Joined blocks; in ``plan`` each of them is recomputed."""
 
+    @property
+    def key(self) -> PolicyKey:
+        """What it sets, without what is predicted for it."""
+        return self.plan, self.runs
 
-_Key: TypeAlias = "tuple[tuple[int, ...], Runs]"
+
 _Fronts: TypeAlias = "list[tuple[StepChain, Frontier]]"
 """The Pareto-optimal plans of each pass of a step."""
 
@@ -253,24 +260,24 @@ class PolicySearch:
         self._has_others = len(self._repeated) > 1 or not set(covered).issuperset(block_of_call)
         """Whether blocks have options that no chain gives them."""
         self._fronts: dict[tuple[frozenset[tuple[int, int]], bytes], list[_Fronts]] = {}
-        self._ran: dict[_Key, None] = {(tuple(run.plan), ()): None for run in measured.runs}
+        self._ran: dict[PolicyKey, None] = {(tuple(run.plan), ()): None for run in measured.runs}
         """The choices under which the step has run."""
 
     def add_run(self, choice: PolicyChoice, peak: int, levels: LevelLog) -> None:
-        """Adds the levels of a run of the step under a choice, as it was predicted; its peak is ``peak`` bytes."""
-        table, off = self.measured.model, peak - choice.peak
-        predicted = [level.raised(off) for level in table.levels(choice.plan, choice.runs)]
-        gathered = self._gathered_bytes(choice.plan)
-        read = [
-            IntervalLevel(row.interval, span.start, span.peak).raised(-gathered.get(row.interval, 0))
-            if (span := levels.get(row.interval)) is not None
-            else row._replace(peak=min(row.peak, peak))
-            for row in predicted
+        """Adds the levels of a run of the step under a choice, as it was predicted.
+
+        Its peak counts as ``peak`` bytes, also where that is not in the levels: copies that are in flight are at other
+        places in each run, and gaps in the memory of an allocator are at none.
+        """
+        table, gathered = self.measured.model, self._gathered_bytes(choice.plan)
+        rows = [
+            row if span is None else IntervalLevel(row.interval, span.start, span.peak).raised(-num_bytes)
+            for row in table.levels(choice.plan, choice.runs)
+            for span, num_bytes in [(levels.get(row.interval), gathered.get(row.interval, 0))]
         ]
-        # Copies that are in flight are at other places in each run.
-        is_exact = max(level.peak + gathered.get(level.interval, 0) for level in read) == peak
-        table.add_run(read if is_exact else predicted, choice.plan, choice.runs)
-        self._ran[choice.plan, choice.runs] = None
+        off = peak - max(row.peak + gathered.get(row.interval, 0) for row in rows)
+        table.add_run([row.raised(off) for row in rows], *choice.key)
+        self._ran[choice.key] = None
         for name in ("floor", "baselines", "ran"):  # the next time anew
             self.__dict__.pop(name, None)
 

@@ -31,7 +31,7 @@ from graphckpt.planning.levels import KEEP_NUMBER, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.planner import Planner, lowest_and_check, plan_and_check
+from graphckpt.planning.planner import Planner, lowest_and_check, plan_in_limit
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
 from graphckpt.planning.steps import RealStep, peak_of
@@ -75,7 +75,7 @@ def plans(num_blocks: int, num_options: int, count: int, seed: int = 0) -> list[
     return uniform + [[rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count)]
 
 
-OFF = {"fnet": 0.01, "gemma2": 0.003}
+OFF = {"deberta_v2": 0.004, "fnet": 0.01, "gemma2": 0.003}
 """The share by which the table is off at most; all others are predicted to the byte."""
 OFF_JOINED = {"gptj": 0.021}
 """The share by which joined runs may take more than predicted, if it is above 1 %: a plan that joins runs first."""
@@ -103,7 +103,7 @@ def test_predicted_is_tracked(architecture: Architecture) -> None:
         assert lowest <= choice.peak - really <= 0.02 * really, plan
     low, high = lowest_and_check(planner, real, PlanGroup()).predicted_peak_bytes, planner.plain.peak
     for budget in (low, (2 * low + high) // 3, (low + 2 * high) // 3, high):
-        found = plan_and_check(planner, real, budget, PlanGroup())
+        found = plan_in_limit(planner, real, budget, budget, PlanGroup())
         assert tracked(found.policies) == found.predicted_peak_bytes <= budget, found.rows
 
 
