@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -252,8 +252,8 @@ def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, l
 
     The step of each process runs under what is proposed. Each run shows how far the predictions for its plan and near
     ones are off, and the fastest of the runs that fit is returned. On an absent device with a caching allocator what
-    it has to reserve counts: the gaps between its blocks are another share of the peak for each plan, and are counted
-    as what a prediction was off by.
+    it has to reserve counts. The gaps between its blocks are another share of the peak for each plan, so those of the
+    last run are expected in the next one.
     """
     of_reserved = isinstance(step, FakeStep) and step.limits_reserved(budget)
     search, runs = planner.search, dict[PolicyKey, CheckedPlan]()
@@ -263,7 +263,7 @@ def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, l
         most_reserved = limit if of_reserved else 0
         run = run_under(plan, planner.model, step, group, planner.blocks, most_reserved=most_reserved)
         runs[choice.key] = run
-        search.add_run(choice, run.needed_bytes, group.levels(run.run.levels))
+        search.add_run(choice, run.needed_bytes - run.gap_bytes, group.levels(run.run.levels))
         if run.needed_bytes <= limit and (best is None or run.seconds < runs[best.key].seconds):
             best = choice
     if best is not None:
@@ -278,15 +278,16 @@ def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, l
 
 
 def _proposal(
-    search: PolicySearch, limit: int, best: PolicyChoice | None, runs: Collection[PolicyKey]
+    search: PolicySearch, limit: int, best: PolicyChoice | None, runs: Mapping[PolicyKey, CheckedPlan]
 ) -> PolicyChoice | None:
     """Returns what may fit and be faster than ``best``, the fastest choice that has fitted; ``None``: nothing may."""
     limit_seconds = inf if best is None else (1 - _GAIN) * best.seconds
+    gaps = [run.gap_bytes for run in runs.values()] or [0]
     # From what should fit to what fits only if predictions are too high, each computed where it is needed.
-    proposals = [lambda: search.fastest(limit), lambda: search.hopeful(limit)]
+    proposals = [lambda: search.fastest(limit - gaps[-1]), lambda: search.hopeful(limit - min(gaps))]
     if best is None:
         proposals[1:1] = [lambda: search.floor]
-        proposals.append(lambda: search.nearest(limit))
+        proposals.append(lambda: search.nearest(limit - gaps[-1]))
     for propose in proposals:
         choice = propose()
         if choice is not None and choice.seconds < limit_seconds and choice.key not in runs:
@@ -324,6 +325,11 @@ class CheckedPlan:
     @property
     def seconds(self) -> float:
         return self.plan.predicted_step_seconds
+
+    @property
+    def gap_bytes(self) -> int:
+        """What the allocator has to reserve beside the peak."""
+        return self.needed_bytes - self.plan.predicted_peak_bytes
 
 
 def run_under(

@@ -266,8 +266,8 @@ class PolicySearch:
     def add_run(self, choice: PolicyChoice, peak: int, levels: LevelLog) -> None:
         """Adds the levels of a run of the step under a choice, as it was predicted.
 
-        Its peak counts as ``peak`` bytes, also where that is not in the levels: copies that are in flight are at other
-        places in each run, and gaps in the memory of an allocator are at none.
+        Its peak counts as ``peak`` bytes, also where the levels are lower: copies that are in flight are at other
+        places in each run.
         """
         table, gathered = self.measured.model, self._gathered_bytes(choice.plan)
         rows = [
