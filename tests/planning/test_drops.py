@@ -105,7 +105,8 @@ def test_a_second_backward_makes_it_an_estimate(build: Callable[[Views], UpdateS
     step, optimizers = build(model)
     for budget in ("min", "1GiB"):
         found = plan(model, step, memory_budget=budget, select=ResidualLayer)
-        assert [note for note in found.notes if "create_graph=True or retain_graph=True" in note] == list(found.notes)
+        notes = [note for note in found.notes if "optimizer states" not in note]
+        assert [note for note in notes if "create_graph=True or retain_graph=True" in note] == notes != []
         with found.apply():
             peak = tracked_peak(model, step, optimizers)
         assert peak <= found.budget_bytes
