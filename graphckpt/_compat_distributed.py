@@ -62,6 +62,13 @@ def reader_of_resharding() -> Callable[..., Any]:
     return reader
 
 
+def device_of_mesh() -> Callable[..., torch.device]:
+    """Returns the function of FSDP2 that says on which device the parameters are."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init  # noqa: PLC0415 - takes a second
+
+    return _fsdp_init._get_device_from_mesh
+
+
 def _clear_dtensor_caches() -> None:
     from torch.distributed.tensor import DTensor, _redistribute  # noqa: PLC0415 - takes a second
 

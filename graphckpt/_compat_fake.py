@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphckpt.undo import Undo, scope
@@ -25,11 +27,35 @@ TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 
 NoValueError = DataDependentOutputException
 
+
+class MixedDevicesError(RuntimeError):
+    """An op has tensors on the host and on the simulated GPU."""
+
+
 without_torch_functions = torch._C.DisableTorchFunction
 """Sets aside every torch function mode, which each ``tensor.shape`` would call, within a ``with`` block."""
 
+nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
+"""What ``cross_entropy`` calls in C++."""
+
 OF_DEVICE = torch.ops.prim.device.default
 """The op of a C++ read of the device of a fake tensor: two out of three dispatches of a fake step."""
+
+HOST, SIMULATED, UNNAMED = torch.device("cpu"), torch.device("cpu", 0), torch.device("cpu", 1)
+"""Where fake tensors of a simulated GPU are. See Note [Three devices that are all a CPU]."""
+
+FACTORIES = _device_constructors()
+"""The functions that create a tensor on the device that they are given."""
+
+# Note [Three devices that are all a CPU]
+# Fake tensors on a device that the process does not have abort it, so that those of a simulated GPU are on the CPU, as
+# is what a script puts on the host. A real CPU ignores the index of a device, but PyTorch passes it on, also in C++,
+# and says for each op where its results are:
+#
+# - `cpu` is the host: a script has named the CPU, or pinned memory;
+# - `cpu:0` is the simulated GPU: a script has named a CUDA device;
+# - `cpu:1` is that of tensors for which a script names none. They count as on the GPU, so that a script need not name
+#   it, until they are copied to `cpu:0`: then a script does, and its data lie on the host.
 
 
 @scope
@@ -42,6 +68,38 @@ def own_device_modules(undo: Undo) -> Iterator[None]:
     undo.append((clear, ()))
     clear()
     yield
+
+
+def _names_with_kernel(key: str) -> frozenset[str]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::") and has_kernel(name, key)
+    )
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in names)
+
+
+CASTS_ON_CUDA, CASTS_ON_CPU = _names_with_kernel("AutocastCUDA"), _names_with_kernel("AutocastCPU")
+"""The ops, without their overloads, for which autocast casts."""
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@contextmanager
+def without_torch_functions_in(*names: str) -> Iterator[None]:
+    """Has functions of modules run their code, where they would call the modes that are active with themselves."""
+    before = [(sys.modules[name], vars(sys.modules[name])) for name in names]
+    checks = [(module, check, values[check]) for module, values in before for check in _CHECKS if check in values]
+    try:
+        for module, check, _ in checks:
+            setattr(module, check, _has_none)
+        yield
+    finally:
+        for module, check, original in checks:
+            setattr(module, check, original)
+
+
+def _has_none(*_: object) -> bool:
+    return False
 
 
 _aten = torch.ops.aten
@@ -82,6 +140,18 @@ def _only_modifies_lists(func: Any, args: Any) -> bool:
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 
 
+_COPIES = {_aten._to_copy.default, _aten.copy_.default}
+
+
+def _see_copy(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Notes that a tensor of no device that the script names is on the host, where it is copied to the GPU."""
+    source = args[-1] if isinstance(args[-1], FakeTensor) else args[0]
+    target = kwargs.get("device") or getattr(args[0], "fake_device", None)
+    if target == SIMULATED and getattr(source, "fake_device", None) == UNNAMED:
+        storage: Any = source.untyped_storage()
+        storage._is_on_host = True
+
+
 class _NewTensor(NamedTuple):
     """A result of an op that has a new storage."""
 
@@ -111,11 +181,17 @@ class FakeTensors(FakeTensorMode):
     that optimizers modify, for GPT-2's fused AdamW of 740 tensors.
     """
 
+    has_mixed = False
+    """Whether the last op has moved tensors to the simulated GPU: see :func:`unnamed_devices_mixed`."""
     has_values = False
     """Whether small tensors that a function such as ``torch.arange`` creates have values. See :meth:`with_values`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, unnamed: torch.device = HOST, **options: Any) -> None:
         super().__init__(**options)
+        self.unnamed = unnamed
+        """The device of tensors for which a script names none. Real tensors that an op is given are there as well."""
+        converter: Any = self.fake_tensor_converter
+        converter.from_real_tensor = functools.partial(self._from_real, converter.from_real_tensor)
         self._results: dict[tuple[Any, ...], _Results] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         """By device: the attributes of a new fake tensor."""
@@ -158,10 +234,14 @@ class FakeTensors(FakeTensorMode):
                 return self._wrapped(view, args[0].fake_device)
             if func is _aten._grouped_mm.default and args[0].dtype is args[1].dtype in (torch.float32, torch.float16):
                 return self._grouped_product(*args, **(kwargs or {}))
+            if func is _aten._log_softmax.default and args[2]:  # of bfloat16, which its meta kernel refuses
+                return self._run(_aten.empty_like.default, types, (args[0],), {"dtype": torch.float32})
             if func is _aten.set_.source_Storage_storage_offset and isinstance(args[0], FakeTensor):
                 with in_kernel_invocation_manager(self):
                     func(*args)
                 return args[0]  # not from the cache, whose key would hold the storage for ever
+            if func in _COPIES:
+                _see_copy(args, kwargs or {})
             if func is _WAIT:
                 func = _aten.alias.default  # a real one returns its argument, PyTorch's fake one allocates
             return self._run(func, types, args, kwargs or {})
@@ -171,25 +251,34 @@ class FakeTensors(FakeTensorMode):
         if _only_modifies_lists(func, args):
             return None
         if self.has_values:
-            return self._with_values(func, args, kwargs, self.dispatch(func, types, args, kwargs))
+            return self._with_values(func, args, kwargs, self._dispatched(func, types, args, kwargs))
         entries = [func, torch.get_default_dtype()]
         is_simple = self._describe(args, entries) and (
             not kwargs or self._describe([*kwargs, *kwargs.values()], entries)
         )
         if not is_simple or torch.is_inference_mode_enabled():
-            return self.dispatch(func, types, args, kwargs)
+            return self._dispatched(func, types, args, kwargs)
         key = tuple(entries)
         results = self._results.get(key)
         if results is None or not results.is_complete:
-            output = self.dispatch(func, types, args, kwargs)
+            output = self._dispatched(func, types, args, kwargs)
             if results is None:
-                self._results[key] = self._results_in(func, args, kwargs, output)
+                self._results[key] = _UNKNOWN if self.has_mixed else self._results_in(func, args, kwargs, output)
+                self.has_mixed = False
             return output
         outputs = [
             self._empty(entry) if type(entry) is _NewTensor else None if entry is None else args[entry]
             for entry in results.entries
         ]
         return tuple(outputs) if results.is_tuple else outputs[0]
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        output = self.dispatch(func, types, args, kwargs)
+        # PyTorch computes what has values on the real CPU, which ignores the index.
+        device = kwargs.get("device")
+        if device is not None and isinstance(output, FakeTensor) and output.constant is not None:
+            output.fake_device = device
+        return output
 
     def _describe(self, values: Any, entries: list[Any]) -> bool:
         """Appends all that the results of an op can depend on; returns whether the values are plain ones."""
@@ -245,6 +334,17 @@ class FakeTensors(FakeTensorMode):
                 return _UNKNOWN
         return _Results(entries, isinstance(result, tuple))
 
+    def _from_real(
+        self, convert: Callable[..., FakeTensor], mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> FakeTensor:
+        # A model that was made elsewhere has gradients of a simulated step, which PyTorch converts with the parameter.
+        grad = tensor.grad if tensor.is_leaf else None
+        with at(tensor.device, grad):
+            fake = convert(mode, tensor, *args, **kwargs)
+        if fake.fake_device == HOST:
+            fake.fake_device = self.unnamed
+        return fake
+
     def _empty(self, kind: Any) -> FakeTensor:
         shape, strides, dtype, device = kind
         with torch._C._DisableTorchDispatch():
@@ -275,7 +375,9 @@ class FakeTensors(FakeTensorMode):
             return result
         with _disable_current_modes():
             values = func(*args, **kwargs)
-        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+        constant = self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+        constant.fake_device = result.fake_device
+        return constant
 
     def _grouped_product(self, one: torch.Tensor, other: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> Any:
         """Returns what ``_grouped_mm`` does: it takes other types than bfloat16 too, which its meta kernel refuses."""
@@ -287,6 +389,58 @@ class FakeTensors(FakeTensorMode):
 def is_of_absent_device(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of a :class:`~graphckpt.simulation.fake_device.FakeDevice`, whose stores copy nothing."""
     return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, FakeTensors)
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a simulated GPU is on its host."""
+    if type(tensor) is not FakeTensor:
+        return False
+    if tensor.fake_device == UNNAMED:
+        return is_stored_on_host(tensor.untyped_storage())
+    return tensor.fake_device == HOST != getattr(tensor.fake_mode, "unnamed", HOST)
+
+
+def is_stored_on_host(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage of no device that a script names has been copied to the simulated GPU."""
+    return getattr(storage, "_is_on_host", False)
+
+
+@scope
+def unnamed_devices_mixed(undo: Undo) -> Iterator[None]:
+    """Lets ops mix tensors on the simulated GPU with those on no device that the script names."""
+    find: Callable[[Any, Any], tuple[torch.device, bool]] = FakeTensor._find_common_device
+
+    def find_of_two(func: Any, args: Sequence[Any]) -> tuple[torch.device, bool]:
+        try:
+            return find(func, args)
+        except RuntimeError:
+            devices = [each.fake_device for each in args if isinstance(each, FakeTensor) and each.dim()]
+            if HOST in devices and len(set(devices)) > 1:
+                raise MixedDevicesError(f"gives {func} a tensor on the host and one on the GPU") from None
+            if not {SIMULATED, UNNAMED}.issuperset(devices):
+                raise
+            for each in args:  # a script that does not move it means it to be there
+                if isinstance(each, FakeTensor) and each.fake_device == UNNAMED:
+                    each.fake_device = SIMULATED
+                    each.fake_mode.has_mixed = True  # type: ignore[attr-defined]
+            return SIMULATED, False
+
+    undo.append((setattr, (FakeTensor, "_find_common_device", staticmethod(find))))
+    FakeTensor._find_common_device = staticmethod(find_of_two)  # type: ignore[method-assign, assignment]
+    yield
+
+
+@contextmanager
+def at(device: torch.device, tensor: torch.Tensor | None) -> Iterator[None]:
+    """Has a fake tensor be on another device meanwhile: PyTorch compares those of a parameter and its gradient."""
+    if not isinstance(tensor, FakeTensor):
+        yield
+        return
+    before, tensor.fake_device = tensor.fake_device, device
+    try:
+        yield
+    finally:
+        tensor.fake_device = before
 
 
 def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:

@@ -129,9 +129,9 @@ class FakeConfigSteps:
         self.machine = machine
         self._task: Any = run.task()
         self._data = run.data().open(self._task, seed=run.train.seed, report=Report.silent())
-        here = torch.device("cpu")  # of fake tensors, whatever the device
-        ranks = TrainRanks(run.train.dist, here)  # reads numbers of ranks, so it comes before the fake tensors
         self._fake = FakeDevice(machine, cluster=cluster)
+        here = self._fake.device
+        ranks = TrainRanks(run.train.dist, here)  # reads numbers of ranks, so it comes before the fake tensors
         with self._fake.building():
             built = build_model(partial(model_of, run), self._task, run.train, ranks, here)
         self.model: Any = built.model

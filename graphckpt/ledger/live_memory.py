@@ -25,6 +25,7 @@ from graphckpt._compat import (
     storage_of,
 )
 from graphckpt._compat_compiler import DispatchMode, never_compiled
+from graphckpt._compat_fake import is_on_host, is_stored_on_host
 from graphckpt._compat_memory import resizes_reported_to
 from graphckpt.ledger.record import Event, TensorLife
 from graphckpt.tree import inner_tensors, storages_of
@@ -191,6 +192,8 @@ class LiveBytes(DispatchMode):
             return None
         alive = self._alive.get(id(storage))
         if alive is None or alive.num_bytes != storage.nbytes():  # an op takes and returns mostly what is counted
+            if self._counts_fake and is_on_host(tensor):
+                return None
             self._count(storage)
         return storage
 
@@ -207,6 +210,8 @@ class LiveBytes(DispatchMode):
             return
         kind = storage.device.type
         if not (self._counts_fake if kind == "meta" else self._device is None or kind == self._device):
+            return
+        if self._counts_fake and is_stored_on_host(storage):
             return
         alive = _Alive(storage, self._free)
         alive.key = id(storage)

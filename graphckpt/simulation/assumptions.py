@@ -15,11 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphckpt.blocks.hooks import add_optimizer_hook
 from graphckpt.simulation.allocations import OpSeconds
-from graphckpt.simulation.op_costs import attention_kernel
+from graphckpt.simulation.op_costs import attention_kernel, side_of
+from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo, scope
 
 _aten = torch.ops.aten
 
+_ON_HOST = "tensors on the host (not counted; its ops at the rates of the profile cpu)"
 _EAGER = "eager (softmax in the model)"
 
 
@@ -34,6 +36,7 @@ class StepObserver:
     def __init__(self, op_seconds: OpSeconds) -> None:
         self._op_seconds = op_seconds
         self._attention: dict[str, None] = {}
+        self._uses_host = False
         self._updates: dict[str, None] = {}
         # The ops since the last call of an optimizer began.
         self._packets: set[Any] = set()
@@ -47,14 +50,18 @@ class StepObserver:
         yield
 
     def assumptions(self, autocast: Iterable[torch.dtype]) -> tuple[str, ...]:
-        """Returns one phrase each on attention, if there is any, autocast to these types, and optimizers."""
+        """Returns phrases on attention, if any, autocast to these types, optimizers, and the host if it is used."""
         attention = (f"attention {' and '.join(self._attention)}",) if self._attention else ()
         types = " and ".join(str(dtype).removeprefix("torch.") for dtype in autocast)
-        return (*attention, f"autocast {types or 'off'}", ", ".join(self._updates) or "no optimizer")
+        update = ", ".join(self._updates) or "no optimizer"
+        return (*attention, f"autocast {types or 'off'}", update, *([_ON_HOST] if self._uses_host else ()))
 
     def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
         if getattr(func, "namespace", "") == "aten":
             self._add_op(func.overloadpacket, args)
+            if not self._uses_host and side_of(func, args, result) != "device":
+                tensors = tensors_in((args, result))
+                self._uses_host = any(tensor.numel() > 1 for tensor in tensors)  # optimizers have their steps there
         return self._op_seconds(func, args, kwargs, result)
 
     def _add_op(self, packet: Any, args: tuple[Any, ...]) -> None:

@@ -1,14 +1,13 @@
-"""The kernels that a CUDA device chooses for attention, dropout and under autocast, where the CPU has others.
+"""The kernels that a CUDA device chooses for attention and dropout, where the CPU has others.
 
 They decide what a step saves: a fused kernel saves no attention weights, dropout a mask of one byte per element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, final
+from typing import final
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -17,22 +16,6 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 # Elements; PyTorch pads masks of the efficient kernel to multiples of it.
 _BIAS_ALIGN = 8
-
-# Where the tensors are, on the CPU, autocast has another list: there these functions would run in bfloat16, and save
-# results of half the bytes.
-_FULL_PRECISION = """
-acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod
-cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2
-margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow
-prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan triplet_margin_loss
-"""
-FULL_PRECISION = frozenset(
-    getattr(owner, name)
-    for owner in (torch, F, torch.Tensor)
-    for name in _FULL_PRECISION.split()
-    if hasattr(owner, name)
-)
-"""Functions that autocast runs in float32 on CUDA (docs.pytorch.org/docs/stable/amp.html), but not on the CPU."""
 
 
 @final
@@ -158,13 +141,3 @@ def dropout(
         return torch.dropout(input, p, training)
     dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return dropped
-
-
-def in_full_precision(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def raised(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype in _HALF:
-            return value.float()
-        return type(value)(map(raised, value)) if type(value) in (list, tuple) else value
-
-    with torch.autocast("cpu", enabled=False):
-        return func(*map(raised, args), **{key: raised(value) for key, value in kwargs.items()})

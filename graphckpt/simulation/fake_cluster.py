@@ -191,7 +191,12 @@ def _read_meshes(stand_ins: StandIns) -> None:
     """Lets meshes read their numbers of ranks, which have no values where tensors are fake."""
     from torch.distributed import device_mesh  # noqa: PLC0415
 
-    from graphckpt._compat_distributed import MESH_READERS, reader_of_resharding, without_modes  # noqa: PLC0415
+    from graphckpt._compat_distributed import (  # noqa: PLC0415
+        MESH_READERS,
+        device_of_mesh,
+        reader_of_resharding,
+        without_modes,
+    )
 
     mesh_class = device_mesh.DeviceMesh
     readers = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
@@ -207,6 +212,8 @@ def _read_meshes(stand_ins: StandIns) -> None:
     stand_ins.swap(mesh_class, __init__=begin_here)
     stand_ins.replace(device_mesh.init_device_mesh, init_here)
     stand_ins.replace(reader_of_resharding(), without_modes(reader_of_resharding()))
+    # A mesh of CPUs: a simulated GPU has another device.
+    stand_ins.replace(device_of_mesh(), lambda _: torch.empty(0, device="cuda").device)
 
 
 def _here(device_type: str) -> str:

@@ -1,13 +1,14 @@
 """Runs a step on fake tensors, with the kernels of another device in place of the CPU's.
 
-The tensors are on the CPU: fake tensors on a device that the process does not have abort the process.
+What a script puts on a GPU, or on no device that it names, is on the simulated one; what it puts on the CPU is on the
+host of it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, Self, final
@@ -21,16 +22,24 @@ from torch.utils import swap_tensors
 
 from graphckpt._compat import is_fake, unseen_by_modes
 from graphckpt._compat_fake import (
+    FACTORIES,
+    HOST,
+    SIMULATED,
     TRUNCATED_NORMAL,
+    UNNAMED,
     FakeTensors,
+    MixedDevicesError,
     NoValueError,
+    at,
     backward_within,
     forget_fake,
     own_device_modules,
+    unnamed_devices_mixed,
 )
 from graphckpt.errors import ConfigError
 from graphckpt.simulation.cluster_profile import default_cluster
-from graphckpt.simulation.cuda_kernels import FULL_PRECISION, AttentionCall, dropout, in_full_precision
+from graphckpt.simulation.cuda_autocast import call_under_autocast
+from graphckpt.simulation.cuda_kernels import AttentionCall, dropout
 from graphckpt.simulation.fake_cluster import FakeCluster
 from graphckpt.simulation.profile import DeviceProfile
 from graphckpt.simulation.stand_ins import PACKED, PADDED, StandIns, swapped_masks, user_line
@@ -41,6 +50,8 @@ from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
 from graphckpt.stores.pinned import HostBuffer
 from graphckpt.undo import Ending
 
+_DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 
 
@@ -68,8 +79,13 @@ class FakeDevice:
         self.machine = machine
         self.cluster = cluster
         self._is_padded = is_padded
-        self._tensors = FakeTensors(allow_non_fake_inputs=True)
-        self._functions = _FunctionOverrides(machine)
+        # PyTorch's code for ranks compares devices, and moves tensors to that of a mesh: there one that no script names
+        # is the GPU.
+        on_device = UNNAMED if cluster is None else SIMULATED
+        self.device = on_device if machine.kind == "cuda" else HOST
+        """The device of tensors for which a script names none."""
+        self._tensors = FakeTensors(self.device, allow_non_fake_inputs=True)
+        self._functions = _FunctionOverrides(machine, self.device)
         self.autocast_dtypes: Iterable[torch.dtype] = self._functions.autocast_dtypes
         """The types to which autocast has cast in steps so far."""
         # A list, as it is reentrant: each `with` undoes what it has done.
@@ -86,6 +102,7 @@ class FakeDevice:
 
     def _install(self, stand_ins: StandIns) -> None:
         stand_ins.enter_context(own_device_modules())
+        stand_ins.enter_context(unnamed_devices_mixed())
         _masks_as_eager(stand_ins, is_padded=self._is_padded)
         if self.machine.kind == "cuda":
             _autocast_here(stand_ins)
@@ -135,50 +152,90 @@ class FakeDevice:
 class _FunctionOverrides(TorchFunctionMode):
     """Intercepts calls of PyTorch before they become ops, as the CPU's kernels are chosen there."""
 
-    def __init__(self, machine: DeviceProfile) -> None:
+    def __init__(self, machine: DeviceProfile, unnamed: torch.device) -> None:
         super().__init__()
+        self._own, self._unnamed = SIMULATED if machine.kind == "cuda" else HOST, unnamed
         self._kernels = machine.attention
         self._capability = machine.capability or (8, 0)
         self._is_cuda = machine.kind == "cuda"
         self.autocast_dtypes: dict[torch.dtype, None] = {}
-        self._instead: dict[Any, Callable[..., Any]] = {torch.Tensor.cuda: lambda tensor, *_, **__: tensor}
+        self._instead: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.cuda: lambda tensor, *_, **__: tensor.to(self._own),
+            torch.Tensor.pin_memory: lambda tensor, *_: tensor.to(HOST),
+            torch.Tensor.__deepcopy__: _deepcopy,
+        }
         if self._is_cuda:
             self._instead |= {
                 F.scaled_dot_product_attention: self._attention,
+                F.multi_head_attention_forward: self._multi_head_attention,
                 F.dropout: dropout,
                 torch.dropout: dropout,
             }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
+        name: Any = getattr(func, "__name__", "")
+        if name == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
             return func(*args, **kwargs)
+        if name == "__set__" and is_fake(args[1]) and func.__self__ in (_DATA, _GRAD):
+            return _set(func, *args)
         # Seen here, since autocast is off again in the ops that it casts for.
         is_autocast = torch.is_autocast_enabled("cpu")  # where fake tensors are
         if is_autocast:
             self.autocast_dtypes.setdefault(torch.get_autocast_dtype("cpu"))
         if func in self._instead:
             return self._instead[func](*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with StandIns() as stand_ins:  # PyTorch disables the mode while it runs
-                if self._is_cuda:
-                    stand_ins.swap(F, scaled_dot_product_attention=self._attention, dropout=dropout)
-                return func(*args, **kwargs)
-        if is_autocast and self._is_cuda and func in FULL_PRECISION:
-            return in_full_precision(func, args, kwargs)
-        args, kwargs = _here(func, args, kwargs)
+        args, kwargs = self._placed(func, args, kwargs)
         try:
-            return func(*args, **kwargs)
+            if is_autocast and self._is_cuda:
+                result = call_under_autocast(func, args, kwargs, self)
+            else:
+                result = func(*args, **kwargs)
+        except MixedDevicesError as error:
+            where = f"the step ({user_line()}) {error}, which a GPU refuses"
+            raise ConfigError(f"{where} · fix: move one of them, by `.to(...)`") from None
         except NoValueError:
             # A float is a printed loss or a norm of gradients, on which no shape depends; an integer may be a size.
             if func in _READS and args[0].is_floating_point():
                 return 1.0
             reads = f"reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none"
-            if (where := _constructor()) is not None:
-                raise ConfigError(f"{where} {reads} · fix: compute it without tensors, or plan on the device") from None
+            if (builder := _constructor()) is not None:
+                raise ConfigError(
+                    f"{builder} {reads} · fix: compute it without tensors, or plan on the device"
+                ) from None
             raise ConfigError(
                 f"the step ({user_line()}) {reads} · fix: remove it from the step, or plan on the device"
             ) from None
+        if func == torch.tensor and str(kwargs.get("device")) == "cpu" and is_fake(result):
+            result.fake_device = HOST  # PyTorch makes it of a real tensor
+        return result
+
+    # In arguments rather than by a default device: `x.to("cuda")` and `torch.zeros(..., device="cuda")` name it.
+    def _placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Replaces devices in arguments by the one where the tensors are that the script puts there."""
+        if func is torch.device and _is_elsewhere(args[0] if args else kwargs.get("type")):
+            return (self._own,), {}  # without the index, which may be a separate argument
+        for value in args:
+            if isinstance(value, (str, torch.device)):
+                args = tuple(self._own if _is_elsewhere(each) else HOST if each == "cpu:0" else each for each in args)
+                break
+        device = kwargs.get("device")
+        if device is None:
+            if func in FACTORIES and not isinstance(args[0] if args else None, torch.Tensor):
+                # Pinned memory is of the host, and optimizers have their number of steps there.
+                is_on_host = "pin_memory" in kwargs or _is_called_by("torch.optim.")
+                kwargs = kwargs | {"device": HOST if is_on_host else self._unnamed}
+        # A mesh of CUDA devices is one of CPUs here, whose type its code takes for the device.
+        elif _is_elsewhere(device) or (str(device) == "cpu" and _is_called_by("torch.distributed.")):
+            kwargs = kwargs | {"device": self._own}
+        elif device == "cpu:0":  # as a text it means the host
+            kwargs = kwargs | {"device": HOST}
+        return args, kwargs
+
+    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
+        with StandIns() as stand_ins:  # PyTorch disables the mode while it runs
+            stand_ins.swap(F, scaled_dot_product_attention=self._attention, dropout=dropout)
+            return F.multi_head_attention_forward(*args, **kwargs)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = AttentionCall(*args, **kwargs)
@@ -196,18 +253,32 @@ def _constructor() -> str | None:
     return None
 
 
-# Replaced in arguments rather than by a default device: `x.to("cuda")` and `torch.zeros(..., device="cuda")` name it.
-def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces devices in arguments by the CPU, where the fake tensors are."""
-    if func is torch.device and _is_elsewhere(args[0] if args else kwargs.get("type")):
-        return (torch.device("cpu"),), {}  # without the index, which may be a separate argument
-    for value in args:
-        if isinstance(value, (str, torch.device)):
-            args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
-            break
-    if kwargs and _is_elsewhere(kwargs.get("device")):
-        kwargs = kwargs | {"device": torch.device("cpu")}
-    return args, kwargs
+def _set(func: Any, tensor: Any, value: Any) -> None:
+    """Sets the data or the gradient of a tensor, whose device is an attribute in Python that PyTorch does not set."""
+    if is_fake(tensor) and (func.__self__ is _DATA or HOST not in (tensor.fake_device, value.fake_device)):
+        tensor.fake_device = value.fake_device
+    # The gradients of a model that a script has made elsewhere are on the GPU all the same.
+    with nullcontext() if is_fake(tensor) else at(tensor.device, value):
+        func(tensor, value)
+
+
+def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Copies a tensor as ``copy.deepcopy`` does, which reads the address of a tensor of a subclass."""
+    if not is_fake(tensor):
+        real: torch.Tensor = torch.Tensor.__deepcopy__(tensor, memo)
+        return real
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+        if tensor.grad is not None:
+            memo[id(tensor)].grad = _deepcopy(tensor.grad, memo)
+    copy: torch.Tensor = memo[id(tensor)]
+    return copy
+
+
+def _is_called_by(package: str) -> bool:
+    """Whether the function that a mode sees is called by a module of ``package``."""
+    return str(sys._getframe(3).f_globals.get("__name__", "")).startswith(package)
 
 
 def _is_elsewhere(value: Any) -> bool:

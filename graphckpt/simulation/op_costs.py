@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from graphckpt._compat_fake import is_on_host
 from graphckpt.simulation.allocator import round_up
 
 _aten = torch.ops.aten
@@ -22,6 +23,7 @@ _MAKES_NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh,
     _aten._local_scalar_dense, _aten.resize_, _aten.set_,
 }  # fmt: skip
+_COPIES = {_aten._to_copy, _aten.copy_, _aten._foreach_copy_}
 _PRODUCTS = {_aten.mm, _aten.bmm}
 # They read only the rows that they return, of a table that may be as large as the model.
 _PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
@@ -83,6 +85,34 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     if not func._schema.returns:
         written = sum(map(_bytes, _tensors(args[:1])))
     return sum(map(_bytes, arguments)) + written or None
+
+
+Side: TypeAlias = Literal["device", "host", "out", "in"]
+
+
+def side_of(func: Any, args: tuple[Any, ...], result: Any) -> Side:
+    """Returns where an op of a simulated GPU runs: on the device, on its host, or on the link out of it or into it."""
+    first = args[0] if args else result
+    if isinstance(first, (list, tuple)):
+        first = first[0] if first else None
+    is_first = isinstance(first, torch.Tensor) and is_on_host(first)
+    if func.overloadpacket not in _COPIES:
+        return "host" if is_first else "device"
+    source, target = (
+        _tensors((copied_from(func, args),))[:1],
+        [result] if func.overloadpacket is _aten._to_copy else [first],
+    )
+    is_in, is_out = any(map(is_on_host, source)), any(map(is_on_host, target))
+    return "device" if not (is_out or is_in) else "host" if is_out and is_in else "out" if is_out else "in"
+
+
+def copied_from(func: Any, args: tuple[Any, ...]) -> Any:
+    """Returns the tensor, or the tensors, that an op copies, of those that :func:`side_of` finds on a link."""
+    return args[0 if func.overloadpacket is _aten._to_copy else 1]
+
+
+def bytes_of(values: Any) -> int:
+    return sum(map(_bytes, _tensors((values,))))
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -7,13 +7,24 @@ efficiency; a measured rate has efficiency 1.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.extras import LazyPackage
 from graphckpt.simulation.allocator import round_up
-from graphckpt.simulation.op_costs import FUSED_KERNELS, cuda_temporary_bytes, flops_of, kind_of, moved_bytes, rate_name
+from graphckpt.simulation.op_costs import (
+    FUSED_KERNELS,
+    bytes_of,
+    copied_from,
+    cuda_temporary_bytes,
+    flops_of,
+    kind_of,
+    moved_bytes,
+    rate_name,
+    side_of,
+)
 from graphckpt.simulation.profile_files import is_number, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes, parse_bytes
 
@@ -112,6 +123,12 @@ class DeviceProfile:
         num_bytes = moved_bytes(func, args, kwargs, result)
         if num_bytes is None:
             return 0.0
+        if self.kind == "cuda" and (side := side_of(func, args, result)) != "device":
+            if side == "host":
+                return _host().op_seconds(func, args, kwargs, result)
+            rate = self.copy_out if side == "out" else self.copy_in
+            # A link whose rate is not known takes no time.
+            return bytes_of(copied_from(func, args)) / (rate * self.efficiency.get("copy", 1.0)) if rate else 0.0
         # A kernel computes while it reads and writes, so that the slower of the two is its time: the roofline model.
         seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
         flops = flops_of(func, args, kwargs, result)
@@ -153,6 +170,12 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
     return DeviceProfile(**values)
+
+
+@cache
+def _host() -> DeviceProfile:
+    """Returns the profile of the CPU beside a simulated GPU."""
+    return load_profile("cpu")
 
 
 def profile_names() -> list[str]:
