@@ -197,3 +197,10 @@ class unobserved:  # noqa: N801 - a function for those who use it; as a generato
         _enable_record_function(True)
 
     __exit__ = Ending(_exit, _exit)
+
+
+def compiler_callback() -> Callable[..., Any]:
+    """Returns the function that each call of a compiled function asks whether to compile."""
+    from torch._dynamo import eval_frame  # noqa: PLC0415 - takes seconds
+
+    return eval_frame._callback_from_stance

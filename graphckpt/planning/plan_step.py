@@ -213,10 +213,15 @@ def check_parameters(model: nn.Module, budget: Budget) -> None:
         raise PlanError(f"memory_budget {limit}: {what} · fix: a larger budget")
 
 
+def _is_part(child: nn.Module) -> bool:
+    return has_forward(child) and any(True for _ in child.parameters())
+
+
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
     """Returns the blocks to plan, none inside of another."""
     if selectors is None:
-        names = layers(model)
+        # Without a list the parts of the model are its blocks: what everything kept takes depends on none.
+        names = layers(model) or [name for name, child in model.named_children() if _is_part(child)]
         if not names:
             raise ConfigError(
                 f"{type(model).__name__}: no list of layers was found · fix: select='name.of.layers.*', or their class"

@@ -21,7 +21,7 @@ from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile, cluste
 from graphckpt.simulation.fake_ddp import simulate_ddp
 from graphckpt.simulation.fake_stages import simulate_stages
 from graphckpt.simulation.profile import Device, DeviceProfile, load_profile
-from graphckpt.simulation.stand_ins import StandIns, refusal
+from graphckpt.simulation.stand_ins import StandIns, copy_of, refusal
 from graphckpt.simulation.timeline import bubble_seconds
 from graphckpt.undo import Ending
 
@@ -162,7 +162,7 @@ def cluster_of(cluster: Cluster, machine: DeviceProfile) -> ClusterProfile:
 def _begin_fake_group(stand_ins: StandIns, world_size: int, rank: int) -> None:
     from graphckpt._compat_distributed import own_dtensor_caches, start_fake_group  # noqa: PLC0415 - takes a second
 
-    new_group = dist.new_group
+    new_group = copy_of(dist.new_group)
 
     def new_fake_group(
         ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, *args: Any, **kwargs: Any
@@ -172,7 +172,7 @@ def _begin_fake_group(stand_ins: StandIns, world_size: int, rank: int) -> None:
 
     # Swapped by itself, so that it is back at the end: PyTorch replaces it by one that prints the rank.
     stand_ins.swap(sys, excepthook=sys.excepthook)
-    destroy_process_group = dist.destroy_process_group
+    destroy_process_group = copy_of(dist.destroy_process_group)
 
     def end() -> None:
         if dist.is_initialized():
@@ -184,7 +184,7 @@ def _begin_fake_group(stand_ins: StandIns, world_size: int, rank: int) -> None:
     # The group of the script is the one that is there, at its begin and after its end.
     stand_ins.replace(dist.init_process_group, lambda *_, **__: None)
     stand_ins.replace(dist.destroy_process_group, lambda *_, **__: None)
-    stand_ins.replace(new_group, new_fake_group)
+    stand_ins.replace(dist.new_group, new_fake_group)
 
 
 def _read_meshes(stand_ins: StandIns) -> None:
@@ -201,7 +201,7 @@ def _read_meshes(stand_ins: StandIns) -> None:
     mesh_class = device_mesh.DeviceMesh
     readers = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
     stand_ins.swap(mesh_class, **{name: without_modes(reader) for name, reader in readers.items()})
-    begin, make = mesh_class.__init__, without_modes(device_mesh.init_device_mesh)
+    begin, make = mesh_class.__init__, without_modes(copy_of(device_mesh.init_device_mesh))
 
     def begin_here(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         begin(mesh, _here(device_type), *args, **kwargs)
@@ -211,7 +211,7 @@ def _read_meshes(stand_ins: StandIns) -> None:
 
     stand_ins.swap(mesh_class, __init__=begin_here)
     stand_ins.replace(device_mesh.init_device_mesh, init_here)
-    stand_ins.replace(reader_of_resharding(), without_modes(reader_of_resharding()))
+    stand_ins.replace(reader_of_resharding(), without_modes(copy_of(reader_of_resharding())))
     # A mesh of CPUs: a simulated GPU has another device.
     stand_ins.replace(device_of_mesh(), lambda _: torch.empty(0, device="cuda").device)
 
@@ -228,11 +228,12 @@ def _refuse(stand_ins: StandIns) -> None:
     )
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
 
+    shard_fully = copy_of(fully_shard)
+
     def shard(*args: Any, **kwargs: Any) -> Any:
-        # shards on the host and on the device would both be fake tensors of the CPU, and count as the device's
         if isinstance(kwargs.get("offload_policy"), CPUOffloadPolicy):
             refusal("fully_shard(offload_policy=CPUOffloadPolicy(...))")()
-        return fully_shard(*args, **kwargs)
+        return shard_fully(*args, **kwargs)
 
     stand_ins.replace(fully_shard, shard)
     # Objects of other ranks have values, which a rank that does not run cannot send.

@@ -44,12 +44,16 @@ from graphckpt.simulation.fake_cluster import FakeCluster
 from graphckpt.simulation.profile import DeviceProfile
 from graphckpt.simulation.stand_ins import PACKED, PADDED, StandIns, swapped_masks, user_line
 from graphckpt.simulation.timeline import Timeline
+from graphckpt.simulation.unsupported import explained, refuse_unsupported
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
 from graphckpt.stores.pinned import HostBuffer
 from graphckpt.undo import Ending
 
+# What loops call beside the step, and PyTorch refuses without a GPU.
+_HOUSEKEEPING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
+_STATISTICS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
@@ -101,12 +105,17 @@ class FakeDevice:
         return self
 
     def _install(self, stand_ins: StandIns) -> None:
+        refuse_unsupported(stand_ins)
         stand_ins.enter_context(own_device_modules())
         stand_ins.enter_context(unnamed_devices_mixed())
         _masks_as_eager(stand_ins, is_padded=self._is_padded)
         if self.machine.kind == "cuda":
             _autocast_here(stand_ins)
             _choose_foreach_optimizers(stand_ins)
+            for name in _HOUSEKEEPING:
+                stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
+            for name in _STATISTICS:
+                stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: 0)
             for target in (Host, Disk):
                 stand_ins.swap(target, byte_store_for=_absent_store)
         stand_ins.swap(torch.utils, swap_tensors=self._swap)  # `module.to(...)` calls it
@@ -118,9 +127,12 @@ class FakeDevice:
         stand_ins.enter_context(self._functions)
         stand_ins.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
 
-    def _exit(self, *_: object) -> None:
+    def _exit(self, *exc: object) -> None:
         self._entered[-1].close()
         self._entered.pop()
+        error = exc[1] if len(exc) > 1 else None
+        if isinstance(error, Exception) and (reason := explained(error)) is not None:
+            raise reason from error
 
     def _depth(self) -> int:
         return len(self._entered)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from graphckpt._compat_distributed import WARM_UP, schedule_of_stages, take_known_shapes
 from graphckpt.errors import ConfigError
-from graphckpt.simulation.stand_ins import StandIns, refusal, user_line
+from graphckpt.simulation.stand_ins import StandIns, copy_of, refusal, user_line
 
 _SCHEDULE_FIX = "use Schedule1F1B or ScheduleGPipe, or plan with real ranks by torchrun"
 _SHAPES_FIX = "give both, for one micro-batch, such as torch.empty(4, 2048, 4096, device='meta', requires_grad=True)"
@@ -61,7 +61,7 @@ def simulate_stages(stand_ins: StandIns, on_schedule: Callable[[int, int], None]
     if hasattr(schedule_of_stages(), WARM_UP):
         stand_ins.swap(schedule_of_stages(), **{WARM_UP: _take_known_shapes})
     for post in (dist.isend, dist.irecv):
-        stand_ins.replace(post, _holding(post))
+        stand_ins.replace(post, _holding(copy_of(post)))
     stand_ins.replace(dist.batch_isend_irecv, _one_by_one)
 
 

@@ -26,7 +26,20 @@ _MAKES_NOTHING = {
 _COPIES = {_aten._to_copy, _aten.copy_, _aten._foreach_copy_}
 _PRODUCTS = {_aten.mm, _aten.bmm}
 # They read only the rows that they return, of a table that may be as large as the model.
-_PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
+_PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten._unsafe_index}
+# They read and write only the rows that they are given values for.
+_PUTS = {
+    _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put, _aten.index_add_, _aten.index_copy_,
+    _aten.scatter_, _aten.scatter_add_, _aten.scatter_reduce_,
+}  # fmt: skip
+# They write their first argument without reading it.
+_FILLS = {
+    _aten.copy_, _aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.random_,
+    _aten.exponential_, _aten._foreach_copy_, _aten._foreach_zero_,
+}  # fmt: skip
+# Channels of a group below which a convolution has no kernel for matrix units: "Channels In and Out" of NVIDIA's guide
+# for convolutional layers (docs.nvidia.com/deeplearning/performance/dl-performance-convolutional) has multiples of 8.
+_LEAST_CHANNELS = 8
 
 
 @cache
@@ -46,6 +59,8 @@ def kind_of(func: Any) -> str:
 def rate_name(func: Any, args: tuple[Any, ...]) -> str:
     """Returns the key of an op's peak rate: its dtype, or ``"tf32"`` where the user allows it."""
     dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), torch.float32)
+    if func.overloadpacket in _CONVOLUTION and _is_depthwise(func.overloadpacket, args):
+        return "float32" if dtype.itemsize <= 4 else "float64"
     if dtype is torch.float32:
         backends: Any = torch.backends
         backend = backends.cudnn.conv if func.overloadpacket in _CONVOLUTION else backends.cuda.matmul
@@ -65,6 +80,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     # Of the two ops that are called most: the formula of PyTorch, in a twentieth of its time.
     if packet in _PRODUCTS:
         return float(2 * result.numel() * args[0].shape[-1])
+    if packet in _CONVOLUTION:
+        return _convolution_flops(packet, args, result)
     formula = flop_registry.get(packet)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
@@ -73,18 +90,30 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     """Returns the bytes that an op reads and writes; ``None`` if it runs no kernel, as a view does."""
     if _runs_no_kernel(func):
         return None
-    arguments, results = _tensors(args), _tensors((result,))
-    if not func._schema.is_mutable and _is_view(arguments, result):
-        return None
-    written = sum(map(_bytes, results))
-    if func.overloadpacket in _PICKS:
-        return 2 * written
-    if kwargs:
-        arguments += _tensors(kwargs.values())
-    # In-place ops such as `_foreach_add_` return nothing, and write their first argument.
-    if not func._schema.returns:
-        written = sum(map(_bytes, _tensors(args[:1])))
-    return sum(map(_bytes, arguments)) + written or None
+    packet, arguments = func.overloadpacket, _tensors(args)
+    if not func._schema.is_mutable:
+        if _is_view(arguments, result):
+            return None
+        written = bytes_of(result)
+        if packet in _PICKS:
+            return 2 * written
+        return sum(map(_bytes, arguments)) + bytes_of(list(kwargs.values())) + written or None
+    positions, names = _written(func)
+    if packet in _PUTS:
+        return 3 * max(map(_bytes, arguments[1:]), default=0) or None
+    written = sum(bytes_of(args[position]) for position in positions if position < len(args))
+    results = [kwargs[name] for name in names if name in kwargs]  # of `out=`, which is not read
+    read = sum(map(_bytes, arguments)) - (written if packet in _FILLS else 0)
+    return read + written + bytes_of(results) or None
+
+
+@cache
+def _written(func: Any) -> tuple[list[int], list[str]]:
+    """Returns the arguments that an op writes: the numbers of the positional ones, the names of the others."""
+    arguments = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    # Fused optimizers write gradients only with a scaler.
+    written = [(i, a) for i, a in arguments if a.alias_info.is_write and a.name != "grads"]
+    return [i for i, a in written if not a.kwarg_only], [a.name for _, a in written if a.kwarg_only]
 
 
 Side: TypeAlias = Literal["device", "host", "out", "in"]
@@ -113,6 +142,22 @@ def copied_from(func: Any, args: tuple[Any, ...]) -> Any:
 
 def bytes_of(values: Any) -> int:
     return sum(map(_bytes, _tensors((values,))))
+
+
+def _convolution_flops(packet: Any, args: tuple[Any, ...], result: Any) -> float:
+    """Two for each weight and position of the output, or of the input if transposed; as many for each gradient."""
+    # PyTorch's formula for the gradient of the weight counts all groups with all others.
+    is_backward = packet is _aten.convolution_backward
+    inputs, weight, transposed = args[is_backward], args[1 + is_backward], args[6 + is_backward]
+    num_gradients = sum(args[-1][:2]) if is_backward else 1
+    outputs = args[0] if is_backward else result
+    positions = (inputs if transposed else outputs).shape[2:]
+    return float(2 * num_gradients * inputs.shape[0] * prod(positions) * weight.numel())
+
+
+def _is_depthwise(packet: Any, args: tuple[Any, ...]) -> bool:
+    is_backward = packet is _aten.convolution_backward
+    return bool(args[8 + is_backward] > 1 and args[1 + is_backward].shape[1] < _LEAST_CHANNELS)
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

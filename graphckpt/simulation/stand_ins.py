@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from pathlib import Path
 from traceback import walk_stack
+from types import FrameType, FunctionType
 from typing import Any, NoReturn, Self, final
 
 from graphckpt._compat import active_modes, set_active_modes
@@ -50,26 +51,28 @@ class StandIns:
             setattr(owner, name, value)
 
     def replace(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-        """Replaces a function in every module that has it, also by ``from torch.distributed import new_group``.
+        """Replaces a function wherever it is bound: in modules, classes, arguments and variables of functions.
 
-        A module that is imported meanwhile keeps the replacement, which calls the original from then on.
+        ``replacement`` calls it as :func:`copy_of` returned it before.
         """
-        current, name = replacement, original.__name__
+        # Its code, not a name in a module: a script may have imported the function anywhere, and before.
+        function: Any = original
+        code = _call_replacement.__code__.replace(co_freevars=function.__code__.co_freevars)
+        self.swap(function, __code__=code, __kwdefaults__={"_replacement": replacement})
 
-        # Through a variable, so that the modules which keep `call` for good are back at the original after the end.
-        def end() -> None:
-            nonlocal current
-            current = original
 
-        @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return current(*args, **kwargs)
+def _call_replacement(*args: Any, _replacement: Callable[..., Any], **kwargs: Any) -> Any:
+    return _replacement(*args, **kwargs)
 
-        self.callback(end)
-        # A copy, as reading an attribute of a lazy module may import others.
-        for module in [*sys.modules.values()]:
-            if getattr(module, "__dict__", {}).get(name) is original:
-                self.swap(module, **{name: call})
+
+def copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that stays as it is while :meth:`StandIns.replace` has replaced ``function``."""
+    assert isinstance(function, FunctionType)
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return wraps(function)(copied)
 
 
 PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
@@ -100,7 +103,12 @@ def refusal(name: str, fix: str = "leave it out, or plan with real ranks by torc
 
 def user_line() -> str:
     """Returns the file and the line of the innermost frame outside of PyTorch and of this library."""
-    for frame, line in walk_stack(sys._getframe()):
+    return place_of(walk_stack(sys._getframe(1)))
+
+
+def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Returns the file and the line of the first frame outside of PyTorch and of this library."""
+    for frame, line in frames:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("torch", "graphckpt", "contextlib", "functools"):
             return f"{Path(frame.f_code.co_filename).name}, line {line}"

@@ -587,3 +587,48 @@ def test_optimizers_of_sharded_weights_run_in_a_loop() -> None:
     """As on a device, where PyTorch takes the foreach implementation for plain tensors alone."""
     plan = graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="1GiB", candidates=["full"])
     assert "AdamW in a loop" in plan.assumptions
+
+
+def unsupported_by_name() -> dict[str, Callable[[], object]]:
+    """Returns calls of what is not simulated, each through a name that was bound before the step is simulated."""
+    from functools import partial  # noqa: PLC0415
+
+    from torch.distributed import all_gather_object as gather  # noqa: PLC0415
+    from torch.distributed.fsdp import CPUOffloadPolicy as Policy  # noqa: PLC0415
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard as shard  # noqa: PLC0415
+    from torch.distributed.tensor.experimental import context_parallel as parallel  # noqa: PLC0415
+
+    class Holder:
+        of_class = staticmethod(parallel)
+
+    def default(model: nn.Module, function: Callable[..., object] = shard) -> object:
+        return function(model, offload_policy=Policy())
+
+    sharded = partial(shard, offload_policy=Policy())
+    return {
+        "context_parallel": lambda: parallel(init_device_mesh("cuda", (4,)), buffers=[]),
+        "context_parallel of a class": lambda: Holder.of_class(init_device_mesh("cuda", (4,)), buffers=[]),
+        "offload_policy": lambda: shard(nn.Linear(8, 8), offload_policy=Policy()),
+        "offload_policy of a partial": lambda: sharded(nn.Linear(8, 8)),
+        "offload_policy by default": lambda: default(nn.Linear(8, 8)),
+        "FullyShardedDataParallel": lambda: Fsdp(nn.Linear(8, 8)),
+        "all_gather_object": lambda: gather([None] * 4, 1),
+    }
+
+
+@pytest.mark.parametrize("name", unsupported_by_name())
+def test_what_is_not_simulated_is_refused_by_whatever_name_it_is_called(name: str) -> None:
+    call = unsupported_by_name()[name]
+    with FakeCluster(4):
+        init_process_group("nccl")
+        with pytest.raises(ConfigError, match=rf"{name.partition(' ')[0]}.*test_fake_cluster.py, line \d+"):
+            call()
+
+
+def test_functions_are_as_before_after_a_simulated_rank() -> None:
+    functions: list[Any] = [context_parallel, fully_shard, new_group, init_process_group, init_device_mesh]
+    before = [(each.__code__, each.__kwdefaults__) for each in functions]
+    with FakeCluster(4):
+        new_group([0, 1])
+    assert [(each.__code__, each.__kwdefaults__) for each in functions] == before
