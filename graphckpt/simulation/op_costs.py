@@ -49,11 +49,11 @@ def attention_kernel(packet: Any) -> str | None:
     return next((kernel for kernel in FUSED_KERNELS if name.startswith(f"_scaled_dot_product_{kernel}_")), None)
 
 
-def kind_of(func: Any) -> str:
-    """Returns the name of the efficiency of an op that computes."""
-    if attention_kernel(func.overloadpacket) is not None:
-        return "attention"
-    return "convolution" if func.overloadpacket in _CONVOLUTION else "matmul"
+def kinds_of(func: Any) -> tuple[str, ...]:
+    """Returns the names of the efficiency of an op that computes, of which the first that a profile has counts."""
+    if (kernel := attention_kernel(func.overloadpacket)) is not None:
+        return kernel, "attention"
+    return ("convolution" if func.overloadpacket in _CONVOLUTION else "matmul",)
 
 
 def rate_name(func: Any, args: tuple[Any, ...]) -> str:

@@ -20,7 +20,7 @@ from graphckpt.simulation.op_costs import (
     copied_from,
     cuda_temporary_bytes,
     flops_of,
-    kind_of,
+    kinds_of,
     moved_bytes,
     rate_name,
     side_of,
@@ -67,7 +67,8 @@ class DeviceProfile:
     memory_bandwidth: float
     """Bytes per second, read or written, of the memory of the device."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
-    """Shares of the peak rates that are reached, of ``matmul, convolution, attention, bandwidth``; 1 if missing."""
+    """Shares of the peak rates that are reached, of ``matmul, convolution, attention, bandwidth, copy``; 1 if missing.
+    A kernel of attention may have one of its own, as ``flash, cudnn, efficient``."""
     copy_out: float = 0.0
     """Bytes per second from the device to pinned host memory, 0 if unknown."""
     copy_in: float = 0.0
@@ -134,7 +135,8 @@ class DeviceProfile:
         flops = flops_of(func, args, kwargs, result)
         if flops:
             peak = self.flops.get(rate_name(func, args)) or self.flops["float32"]
-            seconds = max(seconds, flops / (peak * self.efficiency.get(kind_of(func), 1.0)))
+            share = next((self.efficiency[kind] for kind in kinds_of(func) if kind in self.efficiency), 1.0)
+            seconds = max(seconds, flops / (peak * share))
         return seconds + self.launch_seconds
 
     def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:

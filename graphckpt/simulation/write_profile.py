@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphckpt.errors import ConfigError
@@ -26,6 +28,11 @@ from graphckpt.units import format_bytes, format_seconds
 
 _MIB = 2**20
 _MIN_RUNS = 3
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 # Of 256 x 256 in float16: a simulated or very slow device, on which one of 4096 x 4096 would take 4 s.
 _SLOW_PRODUCT_SECONDS = 1e-3
 _MAX_PRODUCTS = 64
@@ -91,6 +98,9 @@ class DeviceBenchmark:
             "attention": self._rate(lambda: F.scaled_dot_product_attention(query, query, query)),
             "convolution": self._rate(lambda: F.conv2d(image, weight, padding=1)),
         }
+        for name, backend in _BACKENDS.items() if self.device.type == "cuda" else ():
+            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # a device may lack some
+                rates[name] = self._rate(lambda: F.scaled_dot_product_attention(query, query, query))
         return {kind: min(1.0, rate / flops[dtype]) for kind, rate in rates.items() if rate}
 
     def workspace(self) -> int:

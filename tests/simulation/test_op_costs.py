@@ -162,3 +162,19 @@ def test_a_depthwise_convolution_is_bound_by_memory() -> None:
     seconds = machine.op_seconds(op, arguments, {}, op(*arguments)) - machine.launch_seconds
     num_bytes = 2 * (3 * x.numel() + 2 * weight.numel())
     assert seconds < 3 * num_bytes / machine.memory_bandwidth
+
+
+def test_each_kernel_of_attention_may_have_a_rate_of_its_own() -> None:
+    """Published: FlashAttention-2 reaches 35 % of an H100, and cuDNN's kernel more."""
+    machine = load_profile("h100")
+    query, result = (meta(1, 8, 4096, 128, dtype=torch.bfloat16) for _ in range(2))
+    aten: Any = torch.ops.aten
+
+    def rate(op: Any, *arguments: Any) -> float:
+        args = (query, query, query, *arguments)
+        flops = flops_of(op, args, {}, None)
+        return flops / (machine.op_seconds(op, args, {}, result) - machine.launch_seconds) / machine.flops["bfloat16"]
+
+    assert rate(aten._scaled_dot_product_flash_attention.default, 0.0, False) == pytest.approx(0.35)
+    cudnn = aten._scaled_dot_product_cudnn_attention.default
+    assert rate(cudnn, None, True, 0.0, False) == pytest.approx(machine.efficiency["attention"])
