@@ -330,13 +330,15 @@ class ModuleState:
         modes = tuple([each.get("training") for each in fields])
         owners = [*chain.from_iterable(map(_dicts_of, fields))]
         own_parameters, own_buffers = owners[:: len(_DICTS)], owners[1 :: len(_DICTS)]
-        parameters = [*chain.from_iterable(map(dict.values, filter(None, own_parameters))), *self._scripted_parameters]
+        values = chain(chain.from_iterable(map(dict.values, filter(None, own_parameters))), self._scripted_parameters)
+        parameters = [each for each in values if each is not None]  # as the bias of a layer without one is
         tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
         places: list[Place] = []
         if any(own_buffers):
             for at, own in enumerate(own_buffers):
-                tensors += own.values()
-                places += [(at, "_buffers", key) for key in own]
+                present = [key for key, each in own.items() if each is not None]
+                tensors += [own[key] for key in present]
+                places += [(at, "_buffers", key) for key in present]
         if [*map(len, fields)] != self._sizes:
             self._look(fields)
         num_buffers, first = len(tensors), len(parameters)
@@ -359,7 +361,7 @@ class ModuleState:
             ids, others = [*map(id, tensors)], [each for each, _ in attributes.versions]
             # Another view may have come in the place of one, as an attribute, in a container, or as a buffer.
             has_attributes = len(places) > num_buffers or bool(others)
-            if has_attributes or ids != self._shared[0] or any(map(_is_view, tensors[first:])):
+            if has_attributes or ids != self._shared[0] or any(each._is_view() for each in tensors[first:]):
                 self._shared = ids, _sharing([*tensors, *others], range(first, len(tensors)))
         return CallState(
             fields=fields,
@@ -476,7 +478,8 @@ class ModuleState:
     def name(self, index: int, state: CallState) -> str:
         contents = state.dicts.contents()
         parameters = [contents.get(id(each), {}) for each in state.dicts.owners[:: len(_DICTS)]]
-        places = dict(enumerate([(at, "", key) for at, own in enumerate(parameters) for key in own]))
+        named = [(at, "", key) for at, own in enumerate(parameters) for key, each in own.items() if each is not None]
+        places = dict(enumerate(named))
         places |= enumerate(state.places, len(state.trainable))
         if index not in places:
             return self._scripted.name(state.tensors[index])
@@ -492,7 +495,7 @@ class ModuleState:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
         present = set(map(id, self.tensors()))
         present.update(id(value) for module in self._live_modules() for value in module.__dict__.values())
-        yield from (tensor for tensor in state.tensors if tensor is not None and id(tensor) not in present)
+        yield from (tensor for tensor in state.tensors if id(tensor) not in present)
         for _, _, copied in state.object_copies:
             yield from tensors_in([copied.content])
 
@@ -519,7 +522,8 @@ class ModuleState:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
                 fields[at][key] = objects[copied.number]
-            contents = [(copied.owner_of(objects[copied.number]), copied.content) for *_, copied in state.object_copies]
+            copies = {copied.number: copied for *_, copied in state.object_copies}  # a config is in many modules
+            contents = [(copied.owner_of(objects[number]), copied.content) for number, copied in copies.items()]
             swap(with_stand_ins([*contents, *state.objects], stand_in), undo)
         if any(_GLOBAL_HOOKS):
             before = {id(owner): content for owner, content in state.objects}
@@ -578,22 +582,19 @@ def _exchanged(now: Any, then: Any) -> Any:
 
 
 def _give(
-    modules: list[nn.Module], fields: list[Fields], parameters: Sequence[torch.Tensor | None], trainable: list[bool]
+    modules: list[nn.Module], fields: list[Fields], parameters: Sequence[torch.Tensor], trainable: list[bool]
 ) -> None:
     """Gives modules their ``__dict__``, and parameters their ``requires_grad``."""
     # In one call of C, which Ctrl-C does not interrupt.
     [*map(_set_attribute, modules, repeat("__dict__"), fields)]
     if _trainable(parameters) != trainable:
         for parameter, is_trainable in zip(parameters, trainable, strict=True):
-            if parameter is not None and parameter.requires_grad is not is_trainable:
+            if parameter.requires_grad is not is_trainable:
                 parameter.requires_grad_(is_trainable)
 
 
-def _trainable(parameters: Sequence[torch.Tensor | None]) -> list[bool]:
-    try:
-        return [*map(_requires_grad_of, parameters)]
-    except AttributeError:  # of a layer without a bias
-        return [each is not None and each.requires_grad for each in parameters]
+def _trainable(parameters: Iterable[torch.Tensor]) -> list[bool]:
+    return [*map(_requires_grad_of, parameters)]
 
 
 def _give_memory(tensor: torch.Tensor, data: torch.Tensor, version: int) -> None:
@@ -617,15 +618,11 @@ def _give_values(tensors: list[torch.Tensor], values: list[torch.Tensor], versio
             set_version(tensor, version)
 
 
-def _is_view(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor._is_view()
-
-
 def _sharing(tensors: Sequence[Any], indices: Iterable[int]) -> frozenset[int]:
     """Returns which tensors share memory with others."""
-    present = {id(each): each for each in tensors if each is not None}.values()
+    present = {id(each): each for each in tensors}.values()
     counts = Counter(id(storage_of(each)) for each in present)
-    return frozenset(at for at in indices if tensors[at] is not None and counts[id(storage_of(tensors[at]))] > 1)
+    return frozenset(at for at in indices if counts[id(storage_of(tensors[at]))] > 1)
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:
@@ -641,8 +638,8 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 def _read_versions(tensors: Sequence[Any]) -> list[int]:
     try:
         return [*map(_version_of, tensors)]
-    except (AttributeError, RuntimeError):  # of `None`; of what a call in inference mode has set as an attribute
-        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def has_changed(state: CallState, index: int) -> bool:
