@@ -567,7 +567,7 @@ def test_what_cannot_be_restored_is_one_error(restore: Any, message: str) -> Non
 
     with pytest.raises(ConfigError, match=f"^plan.{message}"):
         graphckpt.plan(model, step, memory_budget="1GiB", restore=restore)
-    with pytest.raises(ConfigError, match=f"^fit.{message}"):
+    with pytest.raises(ConfigError, match=f"^find_batch_size.{message}"):
         graphckpt.fit(lambda _: (model, step), restore=restore)
     with pytest.raises(ConfigError, match=f"^verify.{message}"):
         graphckpt.verify(model, step, True, restore=restore)
@@ -583,7 +583,7 @@ def test_it_is_for_steps_that_run() -> None:
     message = r"\.restore: expected None with a device that is absent, .*, got \[\] · fix: leave it out"
     with pytest.raises(ConfigError, match=f"plan{message}"):
         graphckpt.plan(make, memory_budget="1GiB", device="h100", restore=[])
-    with pytest.raises(ConfigError, match=f"fit{message}"):
+    with pytest.raises(ConfigError, match=f"find_batch_size{message}"):
         graphckpt.fit(lambda _: make(), device="h100", restore=[])
     with pytest.raises(ConfigError, match=f"plan{message}"):
         Train(net(), by_attribute=False).plan(X, memory_budget="1GiB", device="h100", restore=[])
