@@ -62,38 +62,24 @@ def steps(kind: str) -> Iterator[tuple[str, Make]]:
     from helpers.architectures import ARCHITECTURES  # noqa: PLC0415
     from helpers.plans import stepped_once  # noqa: PLC0415
 
-    def plain(architecture: Any) -> Make:
+    def plain(loss: Callable[[], Any]) -> Any:
+        return loss()
+
+    def in_autocast(loss: Callable[[], Any]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss()
+
+    def in_micro_batches(loss: Callable[[], Any]) -> Any:
+        for _ in range(2):
+            loss().backward()
+        return loss()
+
+    def of(architecture: Any, run: Callable[[Callable[[], Any]], Any] = plain) -> Make:
         def make() -> tuple[Any, Callable[[], object], Any]:
             chosen = deeper(architecture)
             model, inputs = chosen.build(), chosen.inputs()
-            return model, stepped_once(model, lambda m: chosen.loss(m(**inputs)))[0], [*chosen.layer_modules(model)]
-
-        return make
-
-    def in_autocast(architecture: Any) -> Make:
-        def make() -> tuple[Any, Callable[[], object], Any]:
-            chosen = deeper(architecture)
-            model, inputs = chosen.build(), chosen.inputs()
-
-            def loss(model: Any) -> Any:
-                with torch.autocast("cpu", torch.bfloat16):
-                    return chosen.loss(model(**inputs))
-
-            return model, stepped_once(model, loss)[0], [*chosen.layer_modules(model)]
-
-        return make
-
-    def in_micro_batches(architecture: Any) -> Make:
-        def make() -> tuple[Any, Callable[[], object], Any]:
-            chosen = deeper(architecture)
-            model, inputs = chosen.build(), chosen.inputs()
-
-            def loss(model: Any) -> Any:
-                for _ in range(2):
-                    chosen.loss(model(**inputs)).backward()
-                return chosen.loss(model(**inputs))
-
-            return model, stepped_once(model, loss)[0], [*chosen.layer_modules(model)]
+            step, _ = stepped_once(model, lambda m: run(lambda: chosen.loss(m(**inputs))))
+            return model, step, [*chosen.layer_modules(model)]
 
         return make
 
@@ -114,15 +100,15 @@ def steps(kind: str) -> Iterator[tuple[str, Make]]:
         return make
 
     if kind in ("real", "fake"):
-        yield from ((architecture.name, plain(architecture)) for architecture in ARCHITECTURES)
+        yield from ((architecture.name, of(architecture)) for architecture in ARCHITECTURES)
     elif kind == "odd":
         yield from ((name, odd(name)) for name in odd_steps.STEPS)
         yield from ((f"chain {seed}", chain(seed)) for seed in range(6))
     else:
         for architecture in ARCHITECTURES:
             if architecture.name in WITH_AUTOCAST:
-                yield f"autocast {architecture.name}", in_autocast(architecture)
-                yield f"micro-batches {architecture.name}", in_micro_batches(architecture)
+                yield f"autocast {architecture.name}", of(architecture, in_autocast)
+                yield f"micro-batches {architecture.name}", of(architecture, in_micro_batches)
 
 
 def set_seconds() -> None:

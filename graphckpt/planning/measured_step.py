@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.levels import LevelTable
 from graphckpt.planning.program import Interval, Phase, TraceLog
@@ -25,14 +25,6 @@ class StepSample:
     """Seconds of the step without policies, if it was run, or else with these."""
     plain_seconds: dict[Interval, float] | None = None
     """Seconds without policies, timed together with ``seconds``; ``None`` if times are estimated and do not vary."""
-
-
-class MeasuredRun(NamedTuple):
-    """A run of the step in which each block had an option that a plan may have."""
-
-    plan: tuple[int, ...]
-    peak_bytes: int
-    """The highest of all processes."""
 
 
 @final
@@ -66,8 +58,8 @@ class MeasuredStep:
     """Blocks and options that plans must not have; each block has another one."""
     uncalled: Mapping[int, int | None] = field(default_factory=dict)
     """By block that the step did not call, but another one may: an equal block, whose option it has in a plan."""
-    runs: tuple[MeasuredRun, ...] = ()
-    """The runs of the step that are plans."""
+    runs: tuple[tuple[int, ...], ...] = ()
+    """The options of the blocks in each run of the step that is a plan."""
     notes: tuple[str, ...] = ()
     """Where the prediction is not exact, and why."""
 

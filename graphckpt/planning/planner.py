@@ -79,11 +79,6 @@ class Planner:
             raise self.infeasible(budget, self.floor_bytes + correction)
         return corrected(self.to_plan(choice, budget), correction)
 
-    def closest(self, budget: int, correction: int = 0) -> Plan:
-        """Returns the fastest plan for ``budget`` bytes, or where none fits, the fastest one with the lowest peak."""
-        choice = self.search.fastest(max(budget - correction, self.floor.peak)) or self.floor
-        return corrected(self.to_plan(choice, budget), correction)
-
     def lowest(self, budget: int) -> Plan:
         return self.to_plan(self.floor, budget)
 

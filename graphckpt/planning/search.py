@@ -260,7 +260,7 @@ class PolicySearch:
         self._has_others = len(self._repeated) > 1 or not set(covered).issuperset(block_of_call)
         """Whether blocks have options that no chain gives them."""
         self._fronts: dict[tuple[frozenset[tuple[int, int]], bytes], list[_Fronts]] = {}
-        self._ran: dict[PolicyKey, None] = {(tuple(run.plan), ()): None for run in measured.runs}
+        self._ran: dict[PolicyKey, None] = {(plan, ()): None for plan in measured.runs}
         """The choices under which the step has run."""
 
     def add_run(self, choice: PolicyChoice, peak: int, levels: LevelLog) -> None:

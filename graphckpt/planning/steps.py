@@ -52,7 +52,7 @@ _OTHERS = -2  # the number of a storage in a trace, beside those that it counts;
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
-ENOUGH = 0.98  # of the memory of an absent device: a plan that needs as much is not replaced by a faster one
+ENOUGH = 0.98  # of a limit: how far below it the least memory of a plan is, is not searched
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
 
 
@@ -490,8 +490,8 @@ class FakeStep:
     def least_capacity(self, allocations: AllocationLog, limit: int = 0) -> int:
         """Returns the least memory with which the allocator releases no segments after the second step, to 2 MiB.
 
-        It is at most ``limit`` if that is enough. The search ends below :data:`ENOUGH` of ``limit``: no choice depends
-        on how far below it is.
+        It is at most ``limit`` if that is enough. The search ends below :data:`ENOUGH` of ``limit``: what is returned
+        then is enough, and may be more than the least.
         """
         options: dict[str, Any] = {"capture_after": self._capture_after}
         num_bytes = least_capacity(allocations, self.rules, ENOUGH * limit, **options)

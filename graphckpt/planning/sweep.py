@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
 from graphckpt.planning.levels import IntervalLevel, LevelTable, SampledRun
-from graphckpt.planning.measured_step import MeasuredRun, MeasuredStep, StepSample
+from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import Interval, Phase, StepLog, TraceLog
@@ -247,8 +247,7 @@ class TraceCollector:
         }
         # A store or a partition is only noted in such a run, and takes other bytes under a plan.
         exact = {number for number in every if not (options[number].is_far or options[number].is_partitioned)}
-        peaks = zip(self._runs, self._peaks, strict=True)
-        runs = [MeasuredRun(tuple(turn), peak) for (_, turn), peak in peaks if exact.issuperset(turn)]
+        runs = [tuple(turn) for _, turn in self._runs if exact.issuperset(turn)]
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),

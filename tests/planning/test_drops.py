@@ -139,15 +139,10 @@ def simple() -> StepWithPeaks:
     return model, step, least.predicted_peak_bytes, most.predicted_peak_bytes
 
 
-def measuring(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]) -> list[int]:
-    """Lets each check measure another peak; returns the peaks."""
-    return change_levels(monkeypatch, change)
-
-
 def test_a_refuted_plan_is_not_returned(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, _, most = simple
     budget = most + 64  # many plans are predicted to fit
-    peaks = measuring(monkeypatch, lambda peak: budget + 8)
+    peaks = change_levels(monkeypatch, lambda peak: budget + 8)
     with pytest.raises(
         PlanError, match=f"memory_budget {budget} B: no plan fits · the lowest possible peak is {budget + 8} B, reached"
     ):
@@ -157,7 +152,7 @@ def test_a_refuted_plan_is_not_returned(simple: StepWithPeaks, monkeypatch: pyte
 
 def test_the_lowest_plan_is_tried_before_giving_up(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
-    measuring(monkeypatch, lambda peak: peak if peak <= least else peak + most)
+    change_levels(monkeypatch, lambda peak: peak if peak <= least else peak + most)
     for budget in (least, (least + most) // 2, most - 1):
         found = plan(model, step, memory_budget=budget, select=ResidualLayer)
         assert found.predicted_peak_bytes == found.floor_bytes == least
@@ -165,7 +160,7 @@ def test_the_lowest_plan_is_tried_before_giving_up(simple: StepWithPeaks, monkey
 
 def test_a_plan_that_takes_less_than_predicted_is_found(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
-    measuring(monkeypatch, lambda peak: peak // 2)
+    change_levels(monkeypatch, lambda peak: peak // 2)
     for budget in (least // 2, least - 1, most - 1):
         found = plan(model, step, memory_budget=budget, select=ResidualLayer)
         assert 0 < found.floor_bytes <= found.predicted_peak_bytes <= budget
