@@ -21,7 +21,9 @@ _PACKAGES = ("torch", "transformers", "fairscale", "numpy")
 
 def header(**settings: Any) -> dict[str, Any]:
     """Describes the run: command, machine, versions, load, and the benchmark's own ``settings``."""
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    # A folder relative to this one, as the absolute path says nothing on another machine.
+    arguments = [os.path.relpath(each) if Path(each).is_absolute() else each for each in sys.argv[1:]]
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     return {
         "command": command,
         "machine": {
