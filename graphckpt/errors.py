@@ -133,6 +133,19 @@ def shown(value: object) -> str:
     return text if len(text) <= _LINE and "\n" not in text else f"an object of type {type(value).__name__}"
 
 
+def nearest(word: str, choices: Iterable[str]) -> list[str]:
+    """Returns the choices nearest to ``word``, at most three; of the same case if possible.
+
+    A word with a suffix is a variant, and not a misspelling: who writes ``adamw-8bit`` does not mean ``adamw``.
+
+    >>> nearest("ofload", ["offload", "partition"]), nearest("adamw-8bit", ["adamw"])
+    (['offload'], [])
+    """
+    names = {name.lower(): name for name in choices if not word.lower().startswith(f"{name.lower()}-")}
+    exact = get_close_matches(word, names.values(), n=3, cutoff=0.6)
+    return exact or [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Returns a hint that lists the choices nearest to ``word``, or an empty string; of the same case if possible.
 
@@ -142,8 +155,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     ('', ' · did you mean True?')
     """
     names = {name.lower(): name for name in choices}
-    similar: list[object] = [*get_close_matches(word, names.values(), n=3, cutoff=0.6)]
-    similar = similar or [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
+    similar: list[object] = [*nearest(word, names.values())]
     if word.lower() in _LITERALS and word.lower() not in names:
         similar = [_LITERALS[word.lower()]]
     return " · did you mean " + " or ".join(map(repr, similar)) + "?" if similar else ""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING
 
-from graphckpt.commands.common import add_command, add_json, device_help, options_of, print_result
+from graphckpt.commands.common import add_command, add_json, device_help, options_of
 from graphckpt.progress import CommandProgress
+from graphckpt.search.trainer_lines import TRAINERS
+from graphckpt.simulation.profile_files import profile_path
 
 if TYPE_CHECKING:
     from graphckpt.commands.common import Commands
@@ -54,16 +57,41 @@ def add_estimate(commands: Commands) -> None:
             metavar=_METAVARS.get(option, "NAME"),
             help=meaning.replace("%", "%%"),
         )
+    parser.add_argument(
+        "--for",
+        dest="trainer",
+        metavar="TRAINER",
+        help=f"also print the lines of Python that train like this: {', '.join(TRAINERS)}",
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the policies to a .yaml file, for graphckpt.apply")
     add_json(parser)
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
     from graphckpt.search.estimate_options import EstimateOptions  # noqa: PLC0415
+    from graphckpt.search.trainer_lines import check_trainer  # noqa: PLC0415
 
-    options = EstimateOptions.of_text(vars(parsed))  # checked before seconds of imports
+    # All that takes no seconds of imports is checked before what takes them.
+    profile_path("device", parsed.device)
+    options = EstimateOptions.of_text(vars(parsed))
+    if options.cluster is not None:
+        profile_path("cluster", options.cluster)
+    if parsed.trainer is not None:
+        check_trainer(parsed.trainer)
     from graphckpt.search.estimate import estimate_model  # noqa: PLC0415
 
     with CommandProgress() as progress:
         estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
-    print_result(estimate, parsed)
+    if parsed.save is not None:
+        estimate.save(parsed.save)
+    lines = None if parsed.trainer is None else estimate.lines(parsed.trainer)
+    if parsed.json:
+        values = estimate.to_dict() | ({} if lines is None else {"trainer": parsed.trainer, "lines": lines})
+        print(json.dumps(values, indent=1), file=parsed.stdout)
+        return 0
+    estimate.explain()
+    if parsed.save is not None:
+        print(f"graphckpt.apply(model, {parsed.save!r})")
+    if lines is not None:
+        print(f"\n# {parsed.trainer}\n{lines}")
     return 0

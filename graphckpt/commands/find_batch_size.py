@@ -12,8 +12,8 @@ from graphckpt.errors import ConfigError
 from graphckpt.progress import CommandProgress
 
 if TYPE_CHECKING:
+    from graphckpt.budget import Budget
     from graphckpt.commands.common import Commands
-    from graphckpt.planning.options import Budget
     from graphckpt.search.fit_result import Fit
     from graphckpt.simulation.profile import DeviceProfile
 
@@ -91,7 +91,7 @@ def add_find_batch_size(commands: Commands) -> None:
 
 
 def _find_batch_size(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.options import check_budget  # noqa: PLC0415 - as above
+    from graphckpt.budget import check_budget  # noqa: PLC0415 - as above
 
     machine = machine_of(parsed)  # it and the budget are checked before the config is imported
     budget = check_budget(parsed.memory_budget, for_fit=True)

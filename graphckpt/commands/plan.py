@@ -13,9 +13,9 @@ from graphckpt.progress import CommandProgress
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
+    from graphckpt.budget import Budget
     from graphckpt.commands.common import Commands
     from graphckpt.config.run import FakeConfigSteps
-    from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.planning.planner import Planners
 
@@ -63,7 +63,7 @@ def add_plan(commands: Commands) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.options import check_budget  # noqa: PLC0415
+    from graphckpt.budget import check_budget  # noqa: PLC0415
     from graphckpt.planning.plan import save_stages  # noqa: PLC0415
 
     machine = machine_of(parsed)  # it and the budget are checked before the config is imported

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphckpt.budget import Budget, check_budget
 from graphckpt.config.layout_checks import LayoutChecks
 from graphckpt.config.source import ConfigSource
 from graphckpt.errors import ConfigError, PlanError, bullets, first_line
-from graphckpt.planning.options import Budget, absent_memory, budget_bytes, check_budget
+from graphckpt.planning.options import absent_memory, budget_bytes
 from graphckpt.search.layout_result import (
     LayoutComparison,
     LayoutRow,

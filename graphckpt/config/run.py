@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphckpt.budget import Budget, check_budget
 from graphckpt.config.files import LazyConfig
 from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
@@ -23,7 +24,6 @@ from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.options import Budget, check_budget
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners

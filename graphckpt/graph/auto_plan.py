@@ -18,6 +18,7 @@ from graphckpt._compat import pytree
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import layers
+from graphckpt.budget import Budget, check_budget
 from graphckpt.errors import ConfigError, GraphError, PlanError
 from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
@@ -25,7 +26,7 @@ from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.step_state import reached_by_graph, unchanged
 from graphckpt.planning.candidates import can_join, parse_compile, without_share
 from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
-from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget, device_memory
+from graphckpt.planning.options import DeviceMemory, PlanOptions, budget_bytes, device_memory
 from graphckpt.planning.plan import KEEP_ALL, Plan, plan_line
 from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
 from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step

@@ -7,10 +7,11 @@ from typing import Any, final
 
 import torch
 
+from graphckpt.budget import check_budget
 from graphckpt.engine.sampling import parse_determinism_check
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.graph.capture import CHOICES, CaptureBackend
-from graphckpt.planning.options import PlanOptions, check_budget
+from graphckpt.planning.options import PlanOptions
 
 _WITHOUT_EFFECT = (
     "allow_fuse_add_to_output", "allow_fuse_cast_scale", "allow_fuse_model_update_ops", "enable_compress_memory",

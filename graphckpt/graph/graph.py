@@ -26,9 +26,9 @@ from graphckpt.graph.update import Update
 from graphckpt.planning.options import OLD_NAMES, PlanOptions, PlanOptionsDict, lists_options
 
 if TYPE_CHECKING:
+    from graphckpt.budget import Budget
     from graphckpt.graph.auto_plan import AutoPlan
     from graphckpt.ledger.explanation import Explanation
-    from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.simulation.profile import Device
 

@@ -15,6 +15,7 @@ from torch import nn
 from graphckpt.blocks.apply import Handle, apply, close_plans
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.select import Selector, describe, layers, select
+from graphckpt.budget import Budget, check_budget
 from graphckpt.deprecation import rename
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
@@ -22,7 +23,7 @@ from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import file_of
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.table import offloaded_bytes
-from graphckpt.planning.options import Budget, PlanOptions, SharedOptionsDict, check_budget
+from graphckpt.planning.options import PlanOptions, SharedOptionsDict
 from graphckpt.planning.plan import Plan, plan_line
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep

@@ -30,7 +30,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from graphckpt.planning.options import Budget
+    from graphckpt.budget import Budget
     from graphckpt.search.fit_result import Goal
 
 

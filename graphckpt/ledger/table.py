@@ -96,22 +96,29 @@ def prefix_note(prefix: str) -> str:
 
 
 def show(renderables: Iterable[RenderableType], file: TextIO | None = None) -> None:
-    """Prints tables and lines, in colour on a terminal, as plain text of :data:`WIDTH` columns anywhere else."""
+    """Prints tables and lines, in colour on a terminal, as plain text of :data:`WIDTH` columns anywhere else.
+
+    A plain string is a line of code, to be copied: it is not broken, however long it is.
+    """
     stream = sys.stdout if file is None else file
     if stream.isatty():
-        console = Console(file=stream, highlight=False)
-        for renderable in renderables:
-            console.print(renderable)
+        _print(Console(file=stream, highlight=False), renderables)
     else:
         stream.write(text_of(renderables))
 
 
 def text_of(renderables: Iterable[RenderableType]) -> str:
     lines = io.StringIO()
-    console = Console(file=lines, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    for renderable in renderables:
-        console.print(renderable)
+    _print(Console(file=lines, width=WIDTH, color_system=None, force_terminal=False, highlight=False), renderables)
     return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
+
+
+def _print(console: Console, renderables: Iterable[RenderableType]) -> None:
+    for renderable in renderables:
+        if isinstance(renderable, str):
+            console.out(renderable, highlight=False)
+        else:
+            console.print(renderable)
 
 
 # ---- the table of a step

@@ -34,18 +34,12 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.hooks import add_pre_hook
 from graphckpt.blocks.select import has_forward
+from graphckpt.budget import Budget, check_budget
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.level_meter import LevelMeter, block_classes, level_counter
-from graphckpt.planning.options import (
-    Budget,
-    PlanOptions,
-    budget_bytes,
-    check_budget,
-    device_memory,
-    memory_id,
-)
+from graphckpt.planning.options import PlanOptions, budget_bytes, device_memory, memory_id
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.plan_step import check_parameters, find_blocks, head_rows

@@ -18,13 +18,13 @@ from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.select import Selector, has_forward, layers, select
+from graphckpt.budget import Budget, budget_kind, check_budget, size_of
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
-from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
-from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
+from graphckpt.planning.options import PlanOptions, PlanOptionsDict, budget_bytes, lists_options, memory_id
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_in_limit
@@ -111,7 +111,7 @@ def plan(
         simulated_rank(world_size, rank, device, cluster) as simulated,
         planning_group(*groups) as group,
     ):
-        budget = budgets.check_budget(memory_budget)
+        budget = check_budget(memory_budget)
         wanted = PlanOptions.of(options, "plan")
         machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
         step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model", restore)
@@ -151,9 +151,9 @@ def plan_step(
     on_measured: Callable[[Planners], None] = lambda _: None,
 ) -> Plan:
     """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes."""
-    budget = budgets.check_budget(memory_budget)
-    num_sharing = 1 if isinstance(step, FakeStep) else group.num_sharing(budgets.memory_id(step.device))
-    group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
+    budget = check_budget(memory_budget)
+    num_sharing = 1 if isinstance(step, FakeStep) else group.num_sharing(memory_id(step.device))
+    group.check_equal(memory_budget=budget_kind(budget), check=options.check)
     check_parameters(model, budget)
     if isinstance(step, FakeStep) and (options.compile or options.partition):
         name = "compile" if options.compile else "partition"
@@ -201,7 +201,7 @@ def plan_step(
 
 def check_parameters(model: nn.Module, budget: Budget) -> None:
     """Refuses a size that no plan can meet, before minutes of measuring."""
-    size = budgets.size_of(budget)
+    size = size_of(budget)
     shards = (local_shard(parameter.data) for parameter in model.parameters())
     local = [p if shard is None else shard for p, shard in zip(model.parameters(), shards, strict=True)]
     plain = [tensor for tensor in local if not hasattr(tensor.data, "__tensor_flatten__")]
@@ -271,7 +271,7 @@ def _limit_of(
         return None, 0
     memory = step.memory(planner.measured.model.static_bytes, num_sharing)
     headroom = memory.headroom if budget == "max" else 0
-    limits = group.all_gather([budgets.budget_bytes(budget, memory, planner.plain.peak), headroom])
+    limits = group.all_gather([budget_bytes(budget, memory, planner.plain.peak), headroom])
     limit, headroom = limits[group.leader] if isinstance(budget, float) else min(limits)
     return int(limit), int(headroom)
 

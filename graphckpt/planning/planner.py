@@ -10,11 +10,12 @@ from typing import Any, final
 
 from torch import nn
 
+from graphckpt.budget import Budget
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
 from graphckpt.planning.candidates import JOINED, Option, parse_compile
 from graphckpt.planning.measured_step import MeasuredStep
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.program import LevelLog

@@ -9,9 +9,9 @@ from typing import Any, final
 from rich.console import RenderableType
 from rich.text import Text
 
+from graphckpt.budget import Budget, describe_budget
 from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
-from graphckpt.planning.options import Budget, describe_budget
 from graphckpt.simulation.allocations import StorageKind
 from graphckpt.units import format_bytes, format_seconds
 

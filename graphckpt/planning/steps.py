@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt._compat_memory import gradient_buckets
+from graphckpt.budget import Budget
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.level_meter import LevelMeter, level_counter
 from graphckpt.planning.measured_step import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
-from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
+from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import EventKind, Interval, LevelLog, Phase, StorageEvent
 from graphckpt.planning.trace import NO_BLOCKS, Blocks, PathError, StepClock, Trace
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never, final
@@ -10,10 +11,11 @@ from typing import Any, Never, final
 import torch
 from torch import nn
 
+from graphckpt.budget import Budget, check_budget
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError, check_keywords
 from graphckpt.extras import require
-from graphckpt.planning.options import Budget, PlanOptions, budget_bytes, check_budget
+from graphckpt.planning.options import PlanOptions, budget_bytes
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import check_parameters, find_blocks, frozen_objects, measure_all
@@ -26,6 +28,7 @@ from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate, PolicyEstimate
 from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.search.search import Report, Search, reporting
+from graphckpt.search.trainer_lines import TrainingSetup
 from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
@@ -126,11 +129,11 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         try:
             rule = parse_rule(options.policy)  # raises now, not after the model is built
         except ConfigError as error:
-            raise ConfigError(f"policy: {error}") from None
+            raise ConfigError(f"{options.named('policy')}: {error}") from None
         if isinstance(rule, Joined):
             what = "expected a policy that each layer can have alone, got 'joined', which is for runs of layers"
-            fix = "policy='full', or leave policy out: the best plan may join layers"
-            raise ConfigError(f"policy: {what} · fix: {fix}")
+            fix = f"{options.setting('policy', 'full')}, or leave it out: the best plan may join layers"
+            raise ConfigError(f"{options.named('policy')}: {what} · fix: {fix}")
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)
@@ -153,15 +156,21 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     *_, last = policies.values()
     notes = list(() if simulated is None else simulated.notes)
+    tensors = [*parameters, *module.buffers()], trainable, states_of(optimizer)
+    weight_bytes, gradient_bytes, optimizer_bytes = (_bytes_on(machine, each) for each in tensors)
+    # Those of all parameters at once, by PyTorch's `foreach`.
+    has_temporaries = not {"AdamW foreach", "Adam foreach"}.isdisjoint(runs.step.assumptions)
+    is_bound_by_update = last.binding == Phase.OPTIMIZER.value and has_temporaries
+    fused = f"{options.setting('optimizer', 'adamw-fused')}, whose update has no temporaries"
     if runs.fault:
-        lora = "" if options.lora is not None else ", lora"
-        notes.insert(0, f"{runs.fault} · fix: a smaller batch or seq{lora}, or a device with more memory")
+        are_states_too_large = weight_bytes + gradient_bytes + optimizer_bytes > machine.memory_bytes
+        fixes = [*([fused] if is_bound_by_update else []), *_fixes(source, are_states_too_large=are_states_too_large)]
+        more = "a device with more memory" if budget == "max" else f"a larger {options.named('memory_budget')}"
+        notes.insert(0, f"{runs.fault} · fix: {', '.join(fixes)}, or {more}")
+    elif is_bound_by_update:
+        notes.append(f"the temporaries of the update set the peak · fix: {fused}")
     if last.fits:
         notes += runs.notes
-    if last.binding == Phase.OPTIMIZER.value and options.optimizer == "adamw":
-        notes.append(
-            "the update of AdamW sets the peak, by its temporaries · fix: optimizer='adamw-fused', which has none"
-        )
     return Estimate(
         model=source.name,
         architecture=source.architecture,
@@ -173,14 +182,47 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         world_size=options.world_size or 1,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in trainable),
-        weight_bytes=_bytes_on(machine, [*parameters, *module.buffers()]),
-        gradient_bytes=_bytes_on(machine, trainable),
-        optimizer_bytes=_bytes_on(machine, states_of(optimizer)),
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
         policies=policies,
         plan=columns["plan"][1] if options.policy is None else None,
         devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
         assumptions=tuple(_assumptions(source, runs.step)),
         notes=tuple(notes),
+        setup=_setup_of(source, model, runs.layers),
+    )
+
+
+def _fixes(source: PretrainedModel, *, are_states_too_large: bool) -> list[str]:
+    """Returns what takes less memory, what costs nothing first.
+
+    Args:
+        source: The model and its step.
+        are_states_too_large: Whether weights, gradients and states alone are too much, which no batch changes.
+    """
+    options, fixes = source.options, []
+    if not are_states_too_large:
+        fixes += [f"a smaller {options.named('batch')}"] if options.batch > 1 else []
+        fixes += [] if source.seq is None else [f"a shorter {options.named('seq')}"]
+    if source.dtype is torch.float32:
+        fixes.append(options.setting("dtype", "bfloat16"))
+    return fixes if options.lora is not None else [*fixes, options.setting("lora", 16)]
+
+
+def _setup_of(source: PretrainedModel, model: Any, blocks: Sequence[tuple[str, nn.Module]]) -> TrainingSetup:
+    path = Path(model).expanduser() if isinstance(model, (str, os.PathLike)) else None
+    return TrainingSetup(
+        options=source.options,
+        model=None if path is None else str(path.parent if path.is_file() else model),
+        auto_class=source.auto_class,
+        task=source.task,
+        seq=source.seq,
+        dtype=str(source.dtype).removeprefix("torch."),
+        has_cache=source.has_cache,
+        layers=tuple(name for name, _ in blocks),
+        # FSDP2 makes a class of its own of each.
+        layer_classes=tuple(dict.fromkeys(type(block).__name__.removeprefix("FSDP") for _, block in blocks)),
     )
 
 
@@ -214,7 +256,8 @@ class _Runs:
         options = PlanOptions(
             candidates=candidates, progress=lambda done, total: begin(f"run {done} of {total} is done")
         )
-        self._planners = measure_all(step, model, find_blocks(model, None), options, PlanGroup())
+        self.layers = find_blocks(model, None)
+        self._planners = measure_all(step, model, self.layers, options, PlanGroup())
         self.measured = self._planners.plain.measured
 
     def under(self, policy: str) -> dict[str, tuple[str, Plan]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self, final
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, final
 
-from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.budget import check_budget
+from graphckpt.errors import ConfigError, bullets, did_you_mean, nearest
 from graphckpt.units import parse_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,6 +67,8 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     collectives. ``None`` is the one of the device."""
     task: str | None = None
     """The task to train for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
+    spelling: Literal["python", "command"] = field(default="python", repr=False, compare=False)
+    """How messages name options: as keyword arguments, or as flags."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "autocast"):  # `torch.bfloat16` too
@@ -87,7 +90,23 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
         for name in _COUNTS:
             if (text := texts.get(name, "")).isdecimal() and text.isascii():
                 texts[name] = int(texts[name])
-        return cls(**texts)
+        return cls(**texts, spelling="command")
+
+    def named(self, option: str) -> str:
+        """Returns an option as the caller writes it.
+
+        >>> EstimateOptions().named("world_size"), EstimateOptions(spelling="command").named("world_size")
+        ('world_size', '--world-size')
+        """
+        return option if self.spelling == "python" else f"--{option.replace('_', '-')}"
+
+    def setting(self, option: str, value: object) -> str:
+        """Returns an option with a value as the caller writes it.
+
+        >>> EstimateOptions().setting("dtype", "bfloat16"), EstimateOptions(spelling="command").setting("batch", 8)
+        ("dtype='bfloat16'", '--batch 8')
+        """
+        return f"{option}={value!r}" if self.spelling == "python" else f"{self.named(option)} {value}"
 
     def _faults(self) -> Iterator[str]:
         for name, example in _COUNTS.items():
@@ -95,18 +114,26 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
             is_default = value is None and name != "batch"
             is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _ENDLESS
             if not is_default and not is_count:
-                yield f"{name}: expected a positive int, got {value!r} · fix: {name}={example}"
+                fix = self.setting(name, example)
+                yield f"{self.named(name)}: expected a positive int, got {value!r} · fix: {fix}"
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
                 expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                guesses = nearest(str(value), choices)
+                fix = self.setting(name, guesses[0]) if guesses else "use one of these"
                 guess = did_you_mean(str(value), choices)
-                fix = guess.rpartition("mean ")[2].rstrip("?").partition(" or ")[0] or repr(choices[0])
-                yield f"{name}: expected {expected}, got {value!r}{guess} · fix: {name}={fix}"
+                yield f"{self.named(name)}: expected {expected}, got {value!r}{guess} · fix: {fix}"
         if self.cluster is not None and self.world_size is None:
-            yield f"cluster: expected world_size with it, got {self.cluster!r} alone · fix: world_size=8"
+            size = self.named("world_size")
+            fix = self.setting("world_size", 8)
+            yield f"{self.named('cluster')}: expected {size} with it, got {self.cluster!r} alone · fix: {fix}"
+        try:
+            check_budget(self.memory_budget)
+        except ConfigError as error:
+            yield str(error).replace("memory_budget", self.named("memory_budget"), 1)
         if self.memory is not None:
             try:
                 parse_bytes(self.memory)
             except ValueError as error:
-                yield f"memory: {str(error).removeprefix('memory size ')}"
+                yield f"{self.named('memory')}: {str(error).removeprefix('memory size ')}"

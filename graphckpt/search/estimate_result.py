@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import EventKind, Interval, Phase
+from graphckpt.search.trainer_lines import TrainingSetup, apply_line, save_policies, trainer_lines
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -201,14 +201,43 @@ class Estimate:
     """The assumptions about the step."""
     notes: tuple[str, ...] = ()
     """Notes on the figures."""
+    setup: TrainingSetup | None = field(default=None, repr=False, compare=False)
+    """What a program has to say to train like this."""
 
     @property
     def apply_line(self) -> str:
         """The line of Python that sets the policies of the last column; a comment if it keeps everything."""
+        return apply_line(self._last.policies, () if self.setup is None else self.setup.layers)
+
+    @property
+    def _last(self) -> PolicyEstimate:
         *_, last = self.policies.values()
-        if not last.policies:
-            return "# everything is kept: no policies to set"
-        return f"graphckpt.apply(model, {_policies_text(last.policies)})"
+        return last
+
+    def lines(self, trainer: str) -> str:
+        """Returns the lines of Python that train like this, under the policies of the last column.
+
+        They use ``dataset``, which is the reader's.
+
+        Args:
+            trainer: ``"torch"``, ``"transformers"``, ``"trl"`` or ``"lightning"``.
+
+        Raises:
+            ConfigError: It is another one, or cannot train this model.
+        """
+        assert self.setup is not None
+        return trainer_lines(self.setup, self._last.policies, trainer)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the policies of the last column to a YAML file, for ``graphckpt.apply(model, path)``.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        if self.plan is None:
+            save_policies(self._last.policies, path)
+        else:
+            self.plan.save(path)
 
     def __str__(self) -> str:
         """Returns the figures as a table, in plain text."""
@@ -280,7 +309,7 @@ def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
         first, others = estimate.devices[:_MOST_DEVICES], estimate.devices[_MOST_DEVICES:]
         more = f" and {len(others)} with more memory" if others else ""
         yield Text(f"the least of these, {total}, fits on: {', '.join(first)}{more}")
-    yield Text(estimate.apply_line)
+    yield estimate.apply_line
     for note in estimate.notes:
         yield bullet(note, "*")
     yield bullet(f"assumptions: {'; '.join(estimate.assumptions)}", "*")
@@ -308,27 +337,3 @@ def _rows(estimate: Estimate, policies: list[PolicyEstimate]) -> Iterator[tuple[
         yield f"tokens/s{each}", [_grouped(policy.tokens_per_second or 0) for policy in policies]
     for place in policies[0].parts.saved_by_layers:
         yield f"saved by {place}", [bytes_or_dash(one.saved_by_layers[place]) for one in parts]
-
-
-def _policies_text(blocks: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns policies as Python, with a comprehension for each run of layers with the same policy.
-
-    >>> _policies_text({f"layers.{n}": {"activation_checkpointing": True} for n in range(4)} | {"head": {}})
-    "{**{f'layers.{n}': {'activation_checkpointing': True} for n in range(4)}, 'head': {}}"
-    """
-    numbered = [(re.fullmatch(r"(.*\.)(\d+)", name), name, dict(fields)) for name, fields in blocks.items()]
-    runs: list[tuple[str, int, list[tuple[str, int]], dict[str, Any]]] = []
-    for match, name, fields in numbered:
-        prefix, number = (match[1], int(match[2])) if match is not None else (name, -1)
-        if runs and runs[-1][3] == fields and (prefix, number) == (runs[-1][0], runs[-1][2][-1][1] + 1):
-            runs[-1][2].append((name, number))
-        else:
-            runs.append((prefix, number, [(name, number)], fields))
-    texts = []
-    for prefix, first, members, fields in runs:
-        if len(members) == 1:
-            texts.append(f"{members[0][0]!r}: {fields}")
-        else:
-            ends = f"{first}, {first + len(members)}" if first else f"{len(members)}"
-            texts.append(f"**{{f{prefix + '{n}'!r}: {fields} for n in range({ends})}}")
-    return f"{{{', '.join(texts)}}}"

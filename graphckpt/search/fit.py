@@ -12,16 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from graphckpt.blocks.hooks import add_pre_hook
+from graphckpt.budget import Budget, check_budget
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
-from graphckpt.planning.options import (
-    Budget,
-    DeviceMemory,
-    FitOptionsDict,
-    PlanOptions,
-    budget_bytes,
-    check_budget,
-    lists_options,
-)
+from graphckpt.planning.options import DeviceMemory, FitOptionsDict, PlanOptions, budget_bytes, lists_options
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all

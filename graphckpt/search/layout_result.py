@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 from rich.text import Text
 
+from graphckpt.budget import Budget
 from graphckpt.ledger.table import WIDTH, Column, bullet, bytes_or_dash, show, table_of, text_of
-from graphckpt.planning.options import Budget
 from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.search.fit_result import policy_counts
 from graphckpt.search.layouts import Layout

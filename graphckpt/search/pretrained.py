@@ -69,11 +69,22 @@ class PretrainedModel:
         return next((name for name in getattr(self.config, "architectures", None) or () if name in names), names[0])
 
     @property
+    def auto_class(self) -> str:
+        """The name of the class of Transformers that makes the model of any config for the task."""
+        return _TASKS[self.task][1]
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the model returns keys and values unless it is told not to."""
+        return hasattr(self._text_config, "use_cache")
+
+    @property
     def dtype(self) -> torch.dtype:
         value = self.options.dtype or self.config.dtype or "float32"
         dtype = getattr(torch, str(value).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"{self.name}: dtype: expected a type of PyTorch, got {value!r} · fix: dtype='bfloat16'")
+            fix = self.options.setting("dtype", "bfloat16")
+            raise ConfigError(f"{self.name}: dtype: expected a type of PyTorch, got {value!r} · fix: {fix}")
         return dtype
 
     @property
@@ -108,11 +119,12 @@ class PretrainedModel:
         if self.task == _IMAGES and seq is not None:
             height, width = self.image_size
             what = f"expected nothing for {_IMAGES}, got {seq}"
-            raise ConfigError(f"seq: {what} · fix: leave it out; images of the config are {height} x {width}")
+            fix = f"leave it out; images of the config are {height} x {width}"
+            raise ConfigError(f"{self.options.named('seq')}: {what} · fix: {fix}")
         if seq is not None and positions is not None and seq > positions:
-            raise ConfigError(
-                f"seq: expected at most the {positions} positions of {self.name}, got {seq} · fix: seq={positions}"
-            )
+            what = f"expected at most the {positions} positions of {self.name}, got {seq}"
+            fix = self.options.setting("seq", positions)
+            raise ConfigError(f"{self.options.named('seq')}: {what} · fix: {fix}")
         if self.task == "seq2seq-lm" and getattr(self.config, "decoder_start_token_id", None) is None:
             fix = 'add "decoder_start_token_id": 0, or the id of the model\'s first token'
             raise ConfigError(f"{self.name}: expected decoder_start_token_id in its config, got nothing · fix: {fix}")
@@ -150,7 +162,7 @@ class PretrainedModel:
             text.use_cache = False
         if self.task == "sequence-classification" and getattr(text, "pad_token_id", None) is None:
             text.pad_token_id = 0  # a batch needs one, and no byte depends on it
-        auto = getattr(transformers, _TASKS[self.task][1])
+        auto = getattr(transformers, self.auto_class)
         settings: dict[str, Any] = {"dtype": self.dtype, "trust_remote_code": False}
         if self.options.attention is not None:
             settings["attn_implementation"] = self.options.attention
@@ -162,7 +174,8 @@ class PretrainedModel:
             if self.options.attention is not None and "attention" in str(error):
                 other = "eager" if self.options.attention == "sdpa" else "sdpa"
                 what = f"{self.architecture} does not have {self.options.attention!r}"
-                raise ConfigError(f"attention: {what} · fix: attention={other!r}") from error
+                name, fix = self.options.named("attention"), self.options.setting("attention", other)
+                raise ConfigError(f"{name}: {what} · fix: {fix}") from error
             what = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(
                 f"{self.name}: expected a config of {self.architecture}, got {what} · fix: correct it"

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Literal, TypeAlias, final
 
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.simulation.profile_files import is_number, packaged_names, read_profile, value_faults
+from graphckpt.simulation.profile_files import is_number, read_profile, value_faults
 from graphckpt.units import format_bytes
 
 CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier"]
 """``"gather"`` is an all-gather, ``"scatter"`` a reduce-scatter; ``"broadcast"`` is also a reduction to one rank."""
 
-_GUIDE = '"Time" in docs/howto/cluster.md'
 _LINKS = ("within_node", "between_nodes")
 # Bytes per second and seconds: a smaller bandwidth is in GB/s, and a larger latency in microseconds.
 _LEAST_BANDWIDTH = 1e6
@@ -128,9 +127,7 @@ def load_cluster(name_or_path: str | Path | ClusterProfile) -> ClusterProfile:
     """
     if isinstance(name_or_path, ClusterProfile):
         return name_or_path
-    names = ", ".join(packaged_names("cluster"))
-    fix = f"use one of {names}; or write a profile of about 10 lines, see {_GUIDE}"
-    values = read_profile("cluster", ClusterProfile, name_or_path, fix, fix, dict.fromkeys(_LINKS, Link))
+    values = read_profile("cluster", ClusterProfile, name_or_path, parts=dict.fromkeys(_LINKS, Link))
     return ClusterProfile(**values)
 
 

@@ -25,7 +25,7 @@ from graphckpt.simulation.op_costs import (
     rate_name,
     side_of,
 )
-from graphckpt.simulation.profile_files import is_number, packaged_names, read_profile, value_faults
+from graphckpt.simulation.profile_files import is_number, names_fix, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 else:
     yaml = LazyPackage("yaml", "plan")
 
-_GUIDE = '"Custom profiles" in docs/reference/planning.md'
 _KINDS = ("cuda", "cpu")
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
 _FROM_ZERO_ON = (
@@ -161,10 +160,10 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     """
     if isinstance(name_or_path, DeviceProfile):
         return name_or_path
-    fix = f"use one of {', '.join(profile_names())}; or write a profile of about 20 lines, see {_GUIDE}"
+    fix = names_fix("device")
     if not isinstance(name_or_path, (str, Path)) or str(name_or_path).startswith("cuda"):
         fix += "; or leave `device` out for a device that is present"
-    values = read_profile("device", DeviceProfile, name_or_path, fix, "write one with `graphckpt profile-device`")
+    values = read_profile("device", DeviceProfile, name_or_path, fix)
     # YAML has no tuples, and one kernel is written without a list.
     if isinstance(values.get("attention"), str):
         values["attention"] = [values["attention"]]

@@ -24,33 +24,34 @@ _FOLDERS: Mapping[ProfileKind, Path] = {
     "device": Path(__file__).parent / "profiles",
     "cluster": Path(__file__).parent / "clusters",
 }
+_GUIDES: Mapping[ProfileKind, tuple[int, str]] = {
+    "device": (20, '"Custom profiles" in docs/reference/planning.md'),
+    "cluster": (10, '"Time" in docs/howto/cluster.md'),
+}
+"""By kind: the lines of a profile, and where they are explained."""
 
 
 def packaged_names(kind: ProfileKind) -> list[str]:
     return sorted(path.stem for path in _FOLDERS[kind].glob("*.yaml"))
 
 
-def read_profile(
-    kind: ProfileKind,
-    profile_class: type,
-    name_or_path: Any,
-    fix: str,
-    write_fix: str,
-    parts: Mapping[str, type] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Returns the fields of a profile, by its packaged name or from a file.
+def names_fix(kind: ProfileKind) -> str:
+    """Returns the fix for a name that is unknown."""
+    size, guide = _GUIDES[kind]
+    return f"use one of {', '.join(packaged_names(kind))}; or write a profile of about {size} lines, see {guide}"
 
-    Args:
-        kind: What it describes.
-        profile_class: The dataclass of it.
-        name_or_path: What the user has passed.
-        fix: For a name that is unknown.
-        write_fix: For a file that is missing, or is not YAML.
-        parts: The dataclasses of fields that have fields themselves.
+
+def _write_fix(kind: ProfileKind) -> str:
+    return "write one with `graphckpt profile-device`" if kind == "device" else names_fix(kind)
+
+
+def profile_path(kind: ProfileKind, name_or_path: Any, fix: str = "") -> Path:
+    """Returns the file of a profile; see :func:`read_profile`. It takes no time: a command checks its flags by it.
 
     Raises:
-        ConfigError: There are none, or they are not those of the classes; the message lists all of these.
+        ConfigError: There is none.
     """
+    fix = fix or names_fix(kind)
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"{kind}: expected the name of a profile, got {name_or_path!r} · fix: {fix}")
     # What ends in .yaml, or exists, is a file, and anything else a packaged name.
@@ -65,12 +66,35 @@ def read_profile(
             raise ConfigError(f"{kind}: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
         path = _FOLDERS[kind] / f"{name}.yaml"
     if not path.is_file():
-        raise ConfigError(f"{kind}: the file {path} does not exist · fix: {write_fix}")
+        raise ConfigError(f"{kind}: the file {path} does not exist · fix: {_write_fix(kind)}")
+    return path
+
+
+def read_profile(
+    kind: ProfileKind,
+    profile_class: type,
+    name_or_path: Any,
+    fix: str = "",
+    parts: Mapping[str, type] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Returns the fields of a profile, by its packaged name or from a file.
+
+    Args:
+        kind: What it describes.
+        profile_class: The dataclass of it.
+        name_or_path: What the user has passed.
+        fix: For a name that is unknown; by default :func:`names_fix`.
+        parts: The dataclasses of fields that have fields themselves.
+
+    Raises:
+        ConfigError: There are none, or they are not those of the classes; the message lists all of these.
+    """
+    path = profile_path(kind, name_or_path, fix)
     try:
         # A copy: the callers change what they get, and the parsed values are cached.
         values = deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{kind} profile {path}: expected YAML · fix: {write_fix}\n{error}") from error
+        raise ConfigError(f"{kind} profile {path}: expected YAML · fix: {_write_fix(kind)}\n{error}") from error
     where = f"{kind} profile {path}"
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected fields, one per line · fix: write 'name: ...' and the rest")

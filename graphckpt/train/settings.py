@@ -14,9 +14,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
+from graphckpt.budget import check_budget
 from graphckpt.deprecation import accepts_old_names
 from graphckpt.errors import ConfigError
-from graphckpt.planning import options as budget
 from graphckpt.planning.options import PlanOptions
 from graphckpt.rules.base import parse_rule
 from graphckpt.train.optim import warmup_cosine_lr
@@ -204,7 +204,7 @@ class ActivationCheckpointConfig:
         """Yields what means nothing."""
         if self.memory_budget is not None:
             try:
-                budget.check_budget(self.memory_budget, for_fit=self.fit is not None)
+                check_budget(self.memory_budget, for_fit=self.fit is not None)
                 _ = self.plan_options()
             except ConfigError as error:
                 yield str(error)

@@ -19,12 +19,12 @@ from torch import nn
 import graphckpt
 from graphckpt import Graph, PlanError
 from graphckpt.blocks.forward import policy_of
+from graphckpt.budget import Budget
 from graphckpt.graph import auto_plan
 from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.step import StepCall
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan, covers
-from graphckpt.planning.options import Budget
 
 # the compiler reads `.grad` of what it is given, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

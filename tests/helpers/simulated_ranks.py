@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
-from graphckpt.planning.options import Budget
+from graphckpt.budget import Budget
 from tests.parallel.test_live_bytes import Meter
 
 LAYERS = 4

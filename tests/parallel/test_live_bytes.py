@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import graphckpt
 from graphckpt._compat_memory import gradient_buckets
-from graphckpt.planning.options import Budget
+from graphckpt.budget import Budget
 from graphckpt.planning.steps import RealStep, peak_of
 from tests.parallel.test_products import Block, D, sequence_parallel, sharded, tensor_parallel
 

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt import Graph
+from graphckpt.budget import Budget
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.options import PlanOptions
 
 LENGTHS = 128, 256, 192, 256, 256, 192, 256, 256, 256, 512, 256
 """Rows of each batch; the tenth is longer than those that are planned for."""

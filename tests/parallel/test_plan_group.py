@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import ConfigError
+from graphckpt.budget import Budget
 from graphckpt.planning import Plan, PlanError, PlanOptions, steps
 from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
 from graphckpt.planning.live_plan import LivePlan
-from graphckpt.planning.options import Budget
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch

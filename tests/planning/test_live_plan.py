@@ -16,9 +16,10 @@ from helpers.peaks import tracked_peak
 from torch import nn
 
 from graphckpt.blocks.forward import policy_of
+from graphckpt.budget import Budget
 from graphckpt.errors import PlanError
 from graphckpt.planning.live_plan import LivePlan
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.planner import corrected
 from graphckpt.planning.update_planner import UpdatePlanner

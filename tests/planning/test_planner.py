@@ -22,10 +22,11 @@ from torch import nn
 import graphckpt
 from graphckpt import plan
 from graphckpt.blocks.forward import BlockForward
+from graphckpt.budget import Budget
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.table import time_of
 from graphckpt.planning import PlanError
-from graphckpt.planning.options import Budget, DeviceMemory, budget_bytes
+from graphckpt.planning.options import DeviceMemory, budget_bytes
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
 from graphckpt.units import format_bytes, parse_bytes

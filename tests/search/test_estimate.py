@@ -159,12 +159,47 @@ class TestFigures:
         assert estimate.policies["plan"].allocated_bytes <= estimate.policies["full"].allocated_bytes
         assert "no plan fits" in str(estimate)
         assert "600 MiB" in str(estimate)
-        assert "fix: a smaller batch or seq, lora, or a device" in " ".join(str(estimate).split())
+        (note,) = (note for note in estimate.notes if "no plan fits" in note)
+        fixes = "a smaller batch, a shorter seq, dtype='bfloat16', lora=16, or a device with more memory"
+        assert note.endswith(f" · fix: {fixes}")
 
-    def test_lora_is_advised_only_where_it_is_off(self) -> None:
+    def test_only_what_helps_is_advised(self) -> None:
+        def note_of(**options: Any) -> str:
+            small = {"memory": "100MiB", "lora": 2, "seq": 64} | options
+            estimate = graphckpt.estimate(llama(), device="h100", progress=False, **small)
+            return next(note for note in estimate.notes if " fit" in note)
+
         pytest.importorskip("peft")
-        estimate = estimated(memory="100MiB", lora=2)
-        assert "fix: a smaller batch or seq, or a device with more memory" in " ".join(str(estimate).split())
+        assert note_of().endswith(" · fix: a shorter seq, dtype='bfloat16', or a device with more memory")
+        assert note_of(batch=2, dtype="bf16").endswith(
+            "fix: a smaller batch, a shorter seq, or a device with more memory"
+        )
+        budget = note_of(memory_budget="1MiB", memory=None)
+        assert budget.endswith("or a larger memory_budget")
+        # Weights alone are more than the memory: no batch and no sequence helps.
+        assert "seq" not in note_of(memory="1MiB", lora=None)
+
+    def test_temporaries_of_the_update_are_fixed_before_anything_else(self) -> None:
+        config = LlamaConfig(**{**SIZES, "hidden_size": 512}, vocab_size=32000)
+
+        def first_fix(optimizer: str) -> tuple[bool, str]:
+            estimate = graphckpt.estimate(config, device="h100", seq=8, memory=memory, optimizer=optimizer)
+            note = next((note for note in estimate.notes if "no plan fits" in note), "")
+            return estimate.policies["plan"].fits, note.partition(" · fix: ")[2]
+
+        memory: str | None = None
+        sizes = [
+            graphckpt.estimate(config, device="h100", seq=8, policy="keep", optimizer=name)
+            .policies["keep"]
+            .nvidia_smi_bytes
+            for name in ("adamw", "adamw-fused")
+        ]
+        assert sizes[0] > sizes[1]
+        memory = f"{sum(sizes) // 2}"
+        fits, fix = first_fix("adamw")
+        assert not fits
+        assert fix.startswith("optimizer='adamw-fused', whose update has no temporaries")
+        assert first_fix("adamw-fused") == (True, "")
 
     def test_a_budget_below_the_weights_gets_the_lowest_peak(self) -> None:
         estimate = estimated(memory_budget="10KiB", optimizer="sgd")
@@ -189,7 +224,7 @@ class TestFigures:
         assert list(estimate.policies) == ["keep", "selective"]
         assert estimate.plan is None
         assert estimate.policies["keep"].allocated_bytes == estimated().policies["keep"].allocated_bytes
-        assert "'selective'} for n in range(2)" in estimate.apply_line
+        assert "{'model.layers.*': {'activation_checkpointing': 'selective'}}" in estimate.apply_line
         assert list(estimated(policy="keep").policies) == ["keep"]
 
     def test_autocast_attention_and_sequences_change_the_figures(self) -> None:
@@ -450,13 +485,35 @@ class TestCommand:
         options = EstimateOptions(dtype=dtype, autocast=dtype)
         assert (options.dtype, options.autocast) == ("bfloat16", "bfloat16")
 
-    def test_cheap_flags_are_checked_before_anything_is_imported(self) -> None:
-        words = ["estimate", "x", "--device", "h100", "--batch", "0", "--seq", "abc", "--memory", "24XB"]
+    @pytest.mark.parametrize(
+        ("words", "texts"),
+        [
+            (
+                ["--batch", "0", "--seq", "abc", "--memory", "24XB", "--dtype", "bf8"],
+                ["--batch: expected a positive int, got 0 · fix: --batch 8", "got 'abc'", "unknown unit 'XB'", "'bf8'"],
+            ),
+            (["--device", "h1000"], ["device: unknown profile 'h1000' · did you mean 'h100'"]),
+            (["--memory-budget", "24XB"], ["--memory-budget: '24XB': unknown unit 'XB' · fix: use 'GiB'"]),
+            (["--cluster", "dgx", "--world-size", "8"], ["cluster: unknown profile 'dgx' · "]),
+            (["--for", "trll"], ["--for: expected torch", "did you mean 'trl'? · fix: --for transformers"]),
+        ],
+    )
+    def test_flags_are_checked_before_anything_is_imported(self, words: list[str], texts: list[str]) -> None:
+        words = ["estimate", "x", *([] if "--device" in words else ["--device", "h100"]), *words]
         code = f"import sys; from graphckpt.cli import main; print(main({words}), 'torch' in sys.modules)"
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert ran.stdout.split() == ["2", "False"]
-        for text in ("batch: expected a positive int, got 0", "got 'abc'", "unknown unit 'XB'"):
+        for text in texts:
             assert text in ran.stderr
+
+    def test_a_fix_of_a_note_is_a_flag(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = folder_of(llama(), tmp_path / "small")
+        flags = ["--device", "h100", "--batch", "2", "--memory", "600MiB"]
+        assert main(["estimate", folder, *flags]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "fix: a smaller --batch, a shorter --seq, --dtype bfloat16, --lora 16, or a device" in printed
+        assert main(["estimate", folder, *flags, "--seq", "1000"]) == 2
+        assert "got 1000 · fix: --seq 512" in capsys.readouterr().err
 
     def test_an_error_ends_the_command_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["estimate", "nobody/nothing", "--device", "h100"]) == 2

@@ -1,0 +1,342 @@
+"""Lines of Python that set up the training of an estimate: for PyTorch, Transformers, TRL and Lightning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.extras import LazyPackage
+from graphckpt.search.estimate_options import EstimateOptions
+
+if TYPE_CHECKING:
+    import yaml
+else:
+    yaml = LazyPackage("yaml", "estimate")
+
+TRAINERS = ("torch", "transformers", "trl", "lightning")
+_RECOMPUTED = ({"activation_checkpointing": True}, {"activation_checkpointing": "full"})
+_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adamw": ("torch.optim.AdamW", {}),
+    "adamw-fused": ("torch.optim.AdamW", {"fused": True}),
+    "adam": ("torch.optim.Adam", {}),
+    "sgd": ("torch.optim.SGD", {}),
+    "sgd-momentum": ("torch.optim.SGD", {"momentum": 0.9}),
+    "adafactor": ("torch.optim.Adafactor", {}),
+}
+"""By option: the class, and its arguments besides the parameters and the learning rate."""
+_OPTIM = {"adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused", "sgd": "sgd"}
+"""The values of ``optim`` of ``TrainingArguments`` that mean the same; any other optimizer is passed as its class."""
+_MIXED = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """The training of an estimate, as far as a program has to say it."""
+
+    options: EstimateOptions
+    model: str | None
+    """The name or the folder of the model; ``None`` for one that was estimated from a config object."""
+    auto_class: str
+    """The class of Transformers that loads it, such as ``"AutoModelForCausalLM"``."""
+    task: str
+    seq: int | None
+    dtype: str
+    """The type of the weights."""
+    has_cache: bool
+    """Whether the model returns keys and values unless it is told not to."""
+    layers: tuple[str, ...]
+    """The names of its layers."""
+    layer_classes: tuple[str, ...]
+
+
+def apply_line(policies: Mapping[str, Mapping[str, Any]], layers: Sequence[str]) -> str:
+    """Returns the call of :func:`graphckpt.apply` that sets the policies; a comment if everything is kept.
+
+    >>> apply_line({f"h.{n}": {"activation_checkpointing": True} for n in range(4)}, ["h.0", "h.1", "h.2", "h.3"])
+    'graphckpt.apply(model, True)'
+    """
+    if not policies:
+        return "# everything is kept: no policies to set"
+    return f"graphckpt.apply(model, {True if recomputes_all(policies, layers) else policies_text(policies, layers)})"
+
+
+def recomputes_all(policies: Mapping[str, Mapping[str, Any]], layers: Sequence[str]) -> bool:
+    return set(policies) == set(layers) and all(dict(fields) in _RECOMPUTED for fields in policies.values())
+
+
+def policies_text(
+    blocks: Mapping[str, Mapping[str, Any]], layers: Sequence[str] = (), *, prefix_of_all: str = ""
+) -> str:
+    """Returns policies as Python: a pattern for each list whose layers have one policy, a comprehension for each run.
+
+    Args:
+        blocks: The fields by the name of the block.
+        layers: The names of all layers.
+        prefix_of_all: What the names begin with in the module that gets the policies.
+
+    >>> policies_text({f"layers.{n}": {"activation_checkpointing": True} for n in range(4)} | {"head": {}})
+    "{**{f'layers.{n}': {'activation_checkpointing': True} for n in range(4)}, 'head': {}}"
+    >>> policies_text({f"h.{n}": {"activation_checkpointing": "selective"} for n in range(2)}, ["h.0", "h.1"])
+    "{'h.*': {'activation_checkpointing': 'selective'}}"
+    """
+    sizes: dict[str, int] = {}
+    for name in layers:
+        sizes[name.rpartition(".")[0]] = sizes.get(name.rpartition(".")[0], 0) + 1
+    numbered = [(re.fullmatch(r"(.*\.)(\d+)", name), name, dict(fields)) for name, fields in blocks.items()]
+    runs: list[tuple[str, int, list[tuple[str, int]], dict[str, Any]]] = []
+    for match, name, fields in numbered:
+        prefix, number = (match[1], int(match[2])) if match is not None else (name, -1)
+        if runs and runs[-1][3] == fields and (prefix, number) == (runs[-1][0], runs[-1][2][-1][1] + 1):
+            runs[-1][2].append((name, number))
+        else:
+            runs.append((prefix, number, [(name, number)], fields))
+    texts = []
+    for prefix, first, members, fields in runs:
+        place = prefix_of_all + prefix
+        if first == 0 and len(members) == sizes.get(prefix[:-1]):
+            texts.append(f"{place + '*'!r}: {fields}")
+        elif len(members) == 1:
+            texts.append(f"{prefix_of_all + members[0][0]!r}: {fields}")
+        else:
+            ends = f"{first}, {first + len(members)}" if first else f"{len(members)}"
+            texts.append(f"**{{f{place + '{n}'!r}: {fields} for n in range({ends})}}")
+    return f"{{{', '.join(texts)}}}"
+
+
+def save_policies(policies: Mapping[str, Mapping[str, Any]], path: str | Path) -> None:
+    """Writes policies to a YAML file, for :func:`graphckpt.apply`."""
+    text = yaml.safe_dump({name: dict(fields) for name, fields in policies.items()}, sort_keys=False)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder") from None
+
+
+def check_trainer(name: str) -> None:
+    """Raises a ConfigError for a trainer without lines."""
+    if name not in TRAINERS:
+        what = f"expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {name!r}{did_you_mean(name, TRAINERS)}"
+        raise ConfigError(f"--for: {what} · fix: --for transformers")
+
+
+def trainer_lines(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]], trainer: str) -> str:
+    """Returns the lines of Python for a trainer. They use ``dataset``, which the reader has.
+
+    Args:
+        setup: The training.
+        policies: The fields of each block.
+        trainer: One of :data:`TRAINERS`.
+
+    Raises:
+        ConfigError: It is another one, or cannot train this model.
+    """
+    check_trainer(trainer)
+    if trainer == "trl" and setup.task != "causal-lm":
+        raise ConfigError(f"--for trl: expected a causal-lm, got {setup.task} · fix: --for transformers")
+    if trainer == "lightning" and setup.options.world_size is not None:
+        raise ConfigError("--for lightning: expected one process, got --world-size · fix: --for torch")
+    lines = {"torch": _torch, "transformers": _transformers, "trl": _trl, "lightning": _lightning}[trainer]
+    return "\n".join(lines(setup, policies))
+
+
+def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    options, is_sharded = setup.options, setup.options.world_size is not None
+    yield from _launch(setup)
+    yield "import torch"
+    if is_sharded:
+        yield "from torch.distributed.device_mesh import init_device_mesh"
+        yield "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"
+    yield f"from transformers import {setup.auto_class}"
+    yield from _import_peft(setup)
+    yield ""
+    yield "import graphckpt"
+    yield ""
+    yield from _model(setup)
+    yield "model.train()" if is_sharded else "model.to('cuda').train()"
+    if is_sharded:  # which moves each module to the device before it shards it
+        precision = ""
+        if options.autocast is not None:
+            precision = f"param_dtype=torch.{options.autocast}, reduce_dtype=torch.float32"
+        lists = dict.fromkeys(name.rpartition(".")[0] for name in setup.layers)
+        modules = " + ".join(f"list(model.get_submodule({name!r}))" for name in lists)
+        yield f"mesh = init_device_mesh('cuda', ({options.world_size},))"
+        yield f"for module in {modules} + [model]:"
+        yield f"    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy({precision}))"
+    yield apply_line(policies, setup.layers)
+    name, arguments = _OPTIMIZERS[options.optimizer]
+    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    yield f"optimizer = {name}([p for p in model.parameters() if p.requires_grad]{keywords})"
+    yield f"loader = torch.utils.data.DataLoader(dataset, batch_size={options.batch}{_of_tokens(setup)}"
+    yield "for batch in loader:"
+    yield "    batch = {name: value.to('cuda') for name, value in batch.items()}"
+    if options.autocast is None or is_sharded:
+        yield "    loss = model(**batch).loss"
+    else:
+        yield f"    with torch.autocast('cuda', dtype=torch.{options.autocast}):"
+        yield "        loss = model(**batch).loss"
+    yield "    loss.backward()"
+    yield "    optimizer.step()"
+    yield "    optimizer.zero_grad()"
+
+
+def _transformers(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    yield from _launch(setup)
+    if setup.options.optimizer not in _OPTIM:
+        yield "import torch"
+    yield f"from transformers import {setup.auto_class}, Trainer, TrainingArguments"
+    yield from _import_peft(setup)
+    yield ""
+    yield from _import_callback(policies)
+    yield from _model(setup)
+    yield "arguments = TrainingArguments("
+    yield from _arguments(setup)
+    yield ")"
+    yield "trainer = Trainer("
+    yield "    model=model,"
+    yield "    args=arguments,"
+    yield "    train_dataset=dataset," + (f"  # samples of {setup.seq} tokens" if setup.seq else "")
+    yield from _trainer_arguments(setup, policies)
+    yield ")"
+    yield "trainer.train()"
+
+
+def _trl(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    yield from _launch(setup)
+    if setup.options.optimizer not in _OPTIM:
+        yield "import torch"
+    yield f"from transformers import {setup.auto_class}"
+    yield from _import_peft(setup, "LoraConfig")
+    yield "from trl import SFTConfig, SFTTrainer"
+    yield ""
+    yield from _import_callback(policies)
+    yield from _model(setup, adds_lora=False)
+    yield "arguments = SFTConfig("
+    yield from _arguments(setup)
+    yield f"    max_length={setup.seq},"
+    yield "    gradient_checkpointing=False,  # graphckpt recomputes; TRL's default is True"
+    yield ")"
+    yield "# SFTTrainer computes the loss in chunks, which takes less memory than the model's own loss of the estimate"
+    yield "trainer = SFTTrainer("
+    yield "    model=model,"
+    yield "    args=arguments,"
+    yield "    train_dataset=dataset,"
+    if setup.options.lora is not None:
+        yield f"    peft_config={_lora_config(setup)},"
+    yield from _trainer_arguments(setup, policies)
+    yield ")"
+    yield "trainer.train()"
+
+
+def _lightning(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    options = setup.options
+    yield "import torch"
+    yield "from lightning.pytorch import LightningModule, Trainer"
+    yield f"from transformers import {setup.auto_class}"
+    yield from _import_peft(setup)
+    yield ""
+    if policies:
+        yield "from graphckpt.integrations.lightning import GraphckptCallback"
+        yield ""
+    yield from _model(setup)
+    yield ""
+    yield ""
+    yield "class Training(LightningModule):"
+    yield "    def __init__(self, model):"
+    yield "        super().__init__()"
+    yield "        self.model = model.train()"
+    yield ""
+    yield "    def training_step(self, batch, index):"
+    yield "        return self.model(**batch).loss"
+    yield ""
+    yield "    def configure_optimizers(self):"
+    name, arguments = _OPTIMIZERS[options.optimizer]
+    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    yield f"        return {name}([p for p in self.parameters() if p.requires_grad]{keywords})"
+    yield ""
+    yield ""
+    pure = {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-true"}
+    mixed = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
+    precision = pure[setup.dtype] if options.autocast is None else mixed[options.autocast]
+    yield f"loader = torch.utils.data.DataLoader(dataset, batch_size={options.batch}{_of_tokens(setup)}"
+    settings = f"devices=1, precision={precision!r}, accumulate_grad_batches=1"
+    yield f"trainer = Trainer({settings}{_callback(setup, policies)})"
+    yield "trainer.fit(Training(model), loader)"
+
+
+def _launch(setup: TrainingSetup) -> Iterator[str]:
+    if setup.options.world_size is not None:
+        yield f"# start it on {setup.options.world_size} GPUs: torchrun --nproc-per-node gpu train.py"
+
+
+def _callback(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> str:
+    if not policies:
+        return ""
+    if recomputes_all(policies, setup.layers):
+        return ", callbacks=[GraphckptCallback('full')]"
+    # Names of a LightningModule begin with that of its attribute.
+    text = policies_text(policies, setup.layers, prefix_of_all="model.")
+    return f", callbacks=[GraphckptCallback(None, policies={text})]"
+
+
+def _of_tokens(setup: TrainingSetup) -> str:
+    return ")" if setup.seq is None else f")  # samples of {setup.seq} tokens"
+
+
+def _import_peft(setup: TrainingSetup, names: str = "LoraConfig, get_peft_model") -> Iterator[str]:
+    if setup.options.lora is not None:
+        yield f"from peft import {names}"
+
+
+def _import_callback(policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    if policies:
+        yield "from graphckpt.integrations.transformers import GraphckptCallback"
+        yield ""
+
+
+def _lora_config(setup: TrainingSetup) -> str:
+    return f"LoraConfig(r={setup.options.lora})"
+
+
+def _model(setup: TrainingSetup, *, adds_lora: bool = True) -> Iterator[str]:
+    attention = setup.options.attention
+    settings = f"dtype={setup.dtype!r}" + ("" if attention is None else f", attn_implementation={attention!r}")
+    if setup.model is None:
+        yield f"model = {setup.auto_class}.from_config(config, {settings})"
+    else:
+        yield f"model = {setup.auto_class}.from_pretrained({setup.model!r}, {settings})"
+    if setup.has_cache:
+        yield "model.config.get_text_config().use_cache = False"
+    if adds_lora and setup.options.lora is not None:
+        yield f"model = get_peft_model(model, {_lora_config(setup)})"
+
+
+def _arguments(setup: TrainingSetup) -> Iterator[str]:
+    options = setup.options
+    yield "    output_dir='output',"
+    yield f"    per_device_train_batch_size={options.batch},"
+    yield "    gradient_accumulation_steps=1,"
+    if options.optimizer in _OPTIM:
+        yield f"    optim={_OPTIM[options.optimizer]!r},"
+    for dtype, name in _MIXED.items():
+        yield f"    {name}={options.autocast == dtype},"
+    yield "    max_grad_norm=0.0,  # the estimate is without clipping"
+    if options.world_size is not None:
+        classes = list(setup.layer_classes)
+        yield "    fsdp=True,"
+        yield f"    fsdp_config={{'version': 2, 'transformer_layer_cls_to_wrap': {classes}}},"
+
+
+def _trainer_arguments(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    if setup.options.optimizer not in _OPTIM:
+        name, arguments = _OPTIMIZERS[setup.options.optimizer]
+        yield f"    optimizer_cls_and_kwargs=({name}, {arguments}),"
+    if recomputes_all(policies, setup.layers):
+        yield "    callbacks=[GraphckptCallback('full')],"
+    elif policies:
+        yield f"    callbacks=[GraphckptCallback(None, policies={policies_text(policies, setup.layers)})],"

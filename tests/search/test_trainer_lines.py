@@ -1,0 +1,227 @@
+"""The lines of Python that ``graphckpt estimate`` prints: they run as they are, and train as the estimate says."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+    ViTConfig,
+)
+
+import graphckpt
+from graphckpt.blocks.forward import policy_of
+from graphckpt.cli import main
+from graphckpt.errors import ConfigError
+from graphckpt.search import trainer_lines as module
+from graphckpt.search.estimate_result import Estimate
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SEQ = 32
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a small model and its tokenizer, as ``from_pretrained`` reads them."""
+    from tokenizers import Tokenizer, models  # noqa: PLC0415
+
+    folder = str(tmp_path_factory.mktemp("llama"))
+    config = LlamaConfig(**SIZES, vocab_size=64, max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("vit"))
+    config = ViTConfig(**SIZES, image_size=32, patch_size=8)
+    AutoModelForImageClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_foreign_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of trainers about a CPU
+        yield
+
+
+def estimated(folder: str, **options: Any) -> Estimate:
+    seq = {} if "vit" in Path(folder).name else {"seq": SEQ}
+    return graphckpt.estimate(folder, device="h100", batch=2, progress=False, **seq, **options)
+
+
+def samples(folder: str) -> Any:
+    if "vit" in Path(folder).name:
+        return [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(0)} for _ in range(4)]
+    tokens = torch.randint(3, 64, (4, SEQ))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def run(estimate: Estimate, trainer: str, folder: str, tmp_path: Path) -> dict[str, Any]:
+    """Runs the printed lines on a CPU, for two steps, and returns their variables."""
+    data = samples(folder)
+    if trainer == "trl":
+        from datasets import Dataset  # noqa: PLC0415
+
+        data = Dataset.from_list([{"input_ids": sample["input_ids"].tolist()} for sample in data])
+    lines = estimate.lines(trainer)
+    here = "use_cpu=True, max_steps=2, report_to='none', save_strategy='no', disable_tqdm=True"
+    changes = {
+        "'cuda'": "'cpu'",
+        "output_dir='output',": f"output_dir={str(tmp_path)!r}, {here},",
+        "Trainer(devices=1,": "Trainer(accelerator='cpu', max_epochs=1, logger=False, enable_checkpointing=False, "
+        f"enable_progress_bar=False, default_root_dir={str(tmp_path)!r}, devices=1,",
+    }
+    for one, other in changes.items():
+        lines = lines.replace(one, other)
+    variables: dict[str, Any] = {"dataset": data}
+    exec(compile(lines, "pasted", "exec"), variables)  # what a reader does
+    return variables
+
+
+def callback_of(trainer: Any) -> Any:
+    callbacks = trainer.callbacks if hasattr(trainer, "callbacks") else trainer.callback_handler.callbacks
+    return next((each for each in callbacks if type(each).__name__ == "GraphckptCallback"), None)
+
+
+def recomputed(trainer: Any) -> int:
+    """Returns the number of blocks that a training has recomputed."""
+    explanation = callback_of(trainer).explanation
+    return sum(row.reruns > 0 for row in explanation.rows)
+
+
+TIGHT: dict[str, Any] = {"memory_budget": 0.92}
+
+
+class TestLinesRun:
+    @pytest.mark.parametrize("trainer", module.TRAINERS)
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"policy": "full"},
+            {"policy": "selective", "autocast": "bf16", "optimizer": "adamw-fused"},
+            {"optimizer": "adafactor", "dtype": "bf16", **TIGHT},
+            {"policy": "full", "lora": 4, "attention": "eager", "optimizer": "sgd-momentum"},
+        ],
+        ids=["full", "autocast", "plan", "lora"],
+    )
+    def test_lines_of_a_language_model(self, llama: str, trainer: str, options: dict[str, Any], tmp_path: Path) -> None:
+        estimate = estimated(llama, **options)
+        variables = run(estimate, trainer, llama, tmp_path)
+        *_, last = estimate.policies.values()
+        model = variables["model"] if trainer in ("torch", "lightning") else variables["trainer"].model
+        if trainer == "torch":
+            names = {name for name, block in model.named_modules() if policy_of(block) is not None}
+            optimizer = variables["optimizer"]
+        else:
+            assert recomputed(variables["trainer"]) == len(last.policies) > 0
+            names = set(last.policies)
+            optimizer = variables["trainer"].optimizers[0] if trainer == "lightning" else variables["trainer"].optimizer
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+        assert names == set(last.policies)
+        wanted = module._OPTIMIZERS[estimate.setup.options.optimizer] if estimate.setup else ("", {})
+        assert type(optimizer).__name__ == wanted[0].rpartition(".")[2]
+        assert {name: optimizer.defaults[name] for name in wanted[1]} == wanted[1]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert sum(parameter.numel() for parameter in trainable) == estimate.num_trainable
+        assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == estimate.num_trainable
+        if trainer != "trl" and "lora" not in options:  # TRL changes the type of adapters
+            assert str(trainable[0].dtype) == f"torch.{'bfloat16' if 'dtype' in options else 'float32'}"
+
+    @pytest.mark.parametrize("trainer", ["torch", "transformers", "lightning"])
+    def test_lines_of_an_image_model(self, vit: str, trainer: str, tmp_path: Path) -> None:
+        estimate = estimated(vit, policy="full")
+        run(estimate, trainer, vit, tmp_path)
+        assert "seq" not in estimate.lines(trainer)
+
+    def test_the_arguments_of_a_trainer_say_what_the_estimate_assumes(self, llama: str, tmp_path: Path) -> None:
+        estimate = estimated(llama, autocast="fp16", policy="keep")
+        arguments: Any = None
+
+        def take(**values: Any) -> None:
+            nonlocal arguments
+            arguments = values
+
+        lines = estimate.lines("transformers")
+        call = lines[lines.index("TrainingArguments(\n") : lines.index("trainer =")]
+        eval(call, {"TrainingArguments": take})
+        made = TrainingArguments(**{**arguments, "output_dir": str(tmp_path), "fp16": False})
+        assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (2, 1)
+        assert (made.optim, made.max_grad_norm) == ("adamw_torch", 0.0)
+        assert (arguments["bf16"], arguments["fp16"]) == (False, True)
+        assert "GraphckptCallback" not in lines  # nothing is recomputed
+
+    def test_the_lines_shard_as_the_estimate_does(self, llama: str) -> None:
+        estimate = estimated(llama, world_size=2, autocast="bf16", policy="full")
+        torch_lines = estimate.lines("torch")
+        compile(torch_lines, "pasted", "exec")
+        for text in ("init_device_mesh('cuda', (2,))", "param_dtype=torch.bfloat16, reduce_dtype=torch.float32"):
+            assert text in torch_lines
+        assert "'transformer_layer_cls_to_wrap': ['LlamaDecoderLayer']" in estimate.lines("transformers")
+        with pytest.raises(ConfigError, match=r"--for lightning: expected one process, .* · fix: --for torch"):
+            estimate.lines("lightning")
+
+    def test_an_unknown_trainer_and_one_that_cannot_train_the_model(self, vit: str) -> None:
+        with pytest.raises(ConfigError, match=r"--for: expected torch, .* got 'trll' · did you mean 'trl'"):
+            estimated(vit, policy="keep").lines("trll")
+        with pytest.raises(ConfigError, match="--for trl: expected a causal-lm, got image-classification"):
+            estimated(vit, policy="keep").lines("trl")
+
+
+class TestApplyLine:
+    TIGHT = ("--device", "h100", "--batch", "256", "--seq", "64")
+
+    def test_all_layers_recomputed_are_one_word(self, llama: str) -> None:
+        assert estimated(llama, policy="full").apply_line == "graphckpt.apply(model, True)"
+
+    def test_no_line_of_code_is_broken(self, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+        flags = [*self.TIGHT, "--memory-budget", "0.8"]
+        assert main(["estimate", llama, *flags]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("graphckpt.apply("))
+        assert len(line) > 80
+        model = AutoModelForCausalLM.from_pretrained(llama)
+        handle = eval(line, {"graphckpt": graphckpt, "model": model})
+        assert any(policy_of(block) is not None for block in model.modules())
+        handle.remove()
+
+    @pytest.mark.parametrize("more", [["--policy", "selective"], ["--memory-budget", "0.8"]])
+    def test_a_saved_file_sets_the_same_policies(
+        self, llama: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = str(tmp_path / "plan.yaml")
+        flags = [*self.TIGHT, *more, "--save", file]
+        assert main(["estimate", llama, *flags]) == 0
+        *_, line = capsys.readouterr().out.strip().splitlines()
+        assert line == f"graphckpt.apply(model, {file!r})"
+        model = AutoModelForCausalLM.from_pretrained(llama)
+        handle = eval(line, {"graphckpt": graphckpt, "model": model})
+        names = {name for name, block in model.named_modules() if policy_of(block) is not None}
+        handle.remove()
+        content = yaml.safe_load(Path(file).read_text())
+        assert names == set(content.get("policies", content)) != set()
+
+    def test_a_file_that_cannot_be_written(self, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+        flags = ["--device", "h100", "--seq", str(SEQ), "--policy", "full", "--save", "/nowhere/plan.yaml"]
+        assert main(["estimate", llama, *flags]) == 2
+        assert "/nowhere/plan.yaml: cannot be written" in capsys.readouterr().err
+
+    def test_json_has_the_lines(self, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+        flags = ["--device", "h100", "--seq", str(SEQ), "--policy", "full", "--for", "torch", "--json"]
+        assert main(["estimate", llama, *flags]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["trainer"] == "torch"
+        compile(values["lines"], "pasted", "exec")
