@@ -66,6 +66,8 @@ class ClusterProfile:
     ranks_per_node: int
     within_node: Link
     between_nodes: Link
+    slowdown: float = 0.0
+    """How much longer computation takes while a collective runs beside it, as a share of its time."""
     comm_bytes: int = 0
     """Device memory that NCCL takes for each group of which a rank is a member, which no plan counts."""
 
@@ -77,9 +79,11 @@ class ClusterProfile:
     def describe(self) -> str:
         within, between = self.within_node, self.between_nodes
         shares = " and ".join(dict.fromkeys(f"{100 * link.efficiency:g} %" for link in (within, between)))
+        slower = f"; computation takes {100 * self.slowdown:.3g} % longer beside them" if self.slowdown else ""
         return (
             f"the {self.name} profile: {self.ranks_per_node} ranks in a node, {within.bandwidth / 1e9:.3g} GB/s for "
             f"each within it and {between.bandwidth / 1e9:.3g} GB/s between nodes, of which collectives reach {shares}"
+            f"{slower}"
         )
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -148,7 +152,7 @@ def cluster_note(profile: ClusterProfile) -> str:
 
 
 def _faults(cluster: ClusterProfile) -> list[str]:
-    faults = [*value_faults(cluster, from_zero=("comm_bytes",))]
+    faults = [*value_faults(cluster, from_zero=("comm_bytes", "slowdown"))]
     untyped = vars(cluster)  # of a file, in which a value may be of any type
     size = untyped["ranks_per_node"]
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:

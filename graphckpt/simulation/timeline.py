@@ -1,7 +1,7 @@
 """The seconds of a simulated step: computation, communication, and the exposed part of the latter.
 
 Computation is one lane. Each process group has a separate lane, on which its collectives run one after another, as
-NCCL runs them. Groups run at the same time, and do not slow each other or computation down.
+NCCL runs them. Groups run at the same time, and do not slow each other down; computation beside them is slower.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ class Timeline:
         self._first: StepSeconds | None = None
         # When the last collective of each group ends.
         self._ends: dict[str, float] = {}
+        # When the last of all collectives ends, and until when they have slowed computation down.
+        self._communicates_until = self._slowed_until = 0.0
         # The asynchronous collectives under way, each with its end; the work is held so that its id stays unique.
         self._works: dict[int, tuple[Any, float]] = {}
         # The ends of functional collectives and all-gathers of FSDP2, by the id of the storage that they write.
@@ -161,7 +163,7 @@ class Timeline:
 
     def seconds(self) -> StepSeconds:
         """Returns the seconds until now, and those until all collectives have ended."""
-        self._wait(max(self._ends.values(), default=0.0))
+        self._wait(self._communicates_until)
         return StepSeconds(self._now, self._communication, self._exposed)
 
     @property
@@ -190,6 +192,15 @@ class Timeline:
             self._see_copy(func.overloadpacket.__name__, args, kwargs, result)
         seconds = self._compute_seconds(func, args, kwargs, result)
         self._now += seconds
+        return seconds + self._slow_down(self._now - seconds, self._communicates_until)
+
+    def _slow_down(self, start: float, end: float) -> float:
+        """Returns the seconds that collectives, which run until ``end``, add to what was computed from ``start`` on."""
+        start, share, seconds = max(start, self._slowed_until), self._cluster.slowdown, 0.0
+        if start < min(end, self._now):
+            seconds = share * min(self._now - start, (end - start) / (1 + share))
+            self._now += seconds
+            self._slowed_until = min(end, self._now)
         return seconds
 
     def _see_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -219,6 +230,8 @@ class Timeline:
             start = max(start, self._scatter_end)
         end = max(start, self._ends.get(call.group, 0.0)) + seconds
         self._ends[call.group] = end
+        self._communicates_until = max(self._communicates_until, end)
+        self._slow_down(end - seconds, end)  # an all-gather of FSDP2 may have begun before
         self._groups.add(call.group)
         self._communication += seconds
         if is_of_fsdp and call.kind == "gather":

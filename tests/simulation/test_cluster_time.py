@@ -396,9 +396,11 @@ class TestExposure:
 class Timed:
     """A rank on which an op of computation takes 1 ms, and 1 GB takes 1 s."""
 
-    def __init__(self, world_size: int = 4) -> None:
+    def __init__(self, world_size: int = 4, slowdown: float = 0.0) -> None:
         link = Link(1e9, 0.0)
-        profile = ClusterProfile(name="slow", ranks_per_node=4, within_node=link, between_nodes=link)
+        profile = ClusterProfile(
+            name="slow", ranks_per_node=4, within_node=link, between_nodes=link, slowdown=slowdown
+        )
         self.cluster = FakeCluster(world_size, 0, profile)
         self.device = FakeDevice(load_profile("cpu"), cluster=self.cluster)
 
@@ -459,6 +461,25 @@ def test_an_asynchronous_collective_runs_beside_computation_until_it_is_waited_f
                 work.wait()
 
         assert rank.seconds(of_two_groups) == (6.0, 10.0, 6.0), "at the same time"
+
+
+def test_computation_takes_longer_while_a_collective_runs_beside_it() -> None:
+    rank = Timed(slowdown=0.5)
+    with rank.cluster:
+        with rank.device:
+            x, y = torch.ones(10**6), torch.ones(1)
+
+        def overlapped(num_ops: int, num_before: int = 0) -> None:
+            for _ in range(num_before):
+                y.neg()
+            work = dist.all_reduce(x, async_op=True)
+            for _ in range(num_ops):
+                y.neg()
+            work.wait()
+
+        assert rank.seconds(lambda: overlapped(2)) == (6.0, 6.0, 3.0), "each op takes 1.5 ms"
+        assert rank.seconds(lambda: overlapped(8)) == (10.0, 6.0, 0.0), "4 ops in these 6 ms, and 4 after it"
+        assert rank.seconds(lambda: overlapped(2, 3)) == (9.0, 6.0, 3.0), "nothing slows the ops before it"
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
