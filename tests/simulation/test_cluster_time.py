@@ -398,9 +398,7 @@ class Timed:
 
     def __init__(self, world_size: int = 4, slowdown: float = 0.0) -> None:
         link = Link(1e9, 0.0)
-        profile = ClusterProfile(
-            name="slow", ranks_per_node=4, within_node=link, between_nodes=link, slowdown=slowdown
-        )
+        profile = ClusterProfile(name="slow", ranks_per_node=4, within_node=link, between_nodes=link, slowdown=slowdown)
         self.cluster = FakeCluster(world_size, 0, profile)
         self.device = FakeDevice(load_profile("cpu"), cluster=self.cluster)
 
