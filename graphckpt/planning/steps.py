@@ -53,6 +53,7 @@ _OTHERS = -2  # the number of a storage in a trace, beside those that it counts;
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
+_LEAST_SHARE = 2000  # of a limit: each replay of a large step takes a second
 ENOUGH = 0.98  # of a limit: how far below it the least memory of a plan is, is not searched
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
 
@@ -489,13 +490,13 @@ class FakeStep:
             return replay(allocations, rules, capture_after=self._capture_after)
 
     def least_capacity(self, allocations: AllocationLog, limit: int = 0) -> int:
-        """Returns the least memory with which the allocator releases no segments after the second step, to 2 MiB.
+        """Returns the least memory with which the allocator releases no segments after the second step.
 
-        It is at most ``limit`` if that is enough. The search ends below :data:`ENOUGH` of ``limit``: what is returned
+        It is found to 2 MiB, or to 1 / 2000 of ``limit``, and is at most ``limit`` if that is enough. The search ends below :data:`ENOUGH` of ``limit``: what is returned
         then is enough, and may be more than the least.
         """
         options: dict[str, Any] = {"capture_after": self._capture_after}
-        num_bytes = least_capacity(allocations, self.rules, ENOUGH * limit, **options)
+        num_bytes = least_capacity(allocations, self.rules, ENOUGH * limit, limit // _LEAST_SHARE, **options)
         is_enough = num_bytes > limit > 0 and fits(allocations, limit, self.rules, **options)
         return limit if is_enough else num_bytes
 

@@ -202,16 +202,16 @@ def replay(
 
 
 def least_capacity(
-    log: AllocationLog, rules: AllocatorRules = DEFAULT_RULES, enough: float = 0.0, **options: Any
+    log: AllocationLog, rules: AllocatorRules = DEFAULT_RULES, enough: float = 0.0, precision: int = 0, **options: Any
 ) -> int:
-    """Returns the least capacity, to 2 MiB, in which no step after the second releases segments.
+    """Returns the least capacity, to 2 MiB or ``precision`` bytes, in which no step after the second releases segments.
 
     The search ends at a capacity below ``enough``, of which a smaller one is not looked for. See :func:`replay` for the
     options.
     """
     unlimited = replay(log, rules, **options)
     low, high = unlimited.allocated_bytes - 1, unlimited.reserved_bytes
-    while high >= enough and high - low > _PRECISION:
+    while high >= enough and high - low > max(_PRECISION, precision):
         # Each replay decides a range: an allocator that reserves 40 MiB of 50, and is refused a segment that would
         # make it 60, does the same with any capacity from 40 to below 60.
         try:
