@@ -492,8 +492,8 @@ class FakeStep:
     def least_capacity(self, allocations: AllocationLog, limit: int = 0) -> int:
         """Returns the least memory with which the allocator releases no segments after the second step.
 
-        It is found to 2 MiB, or to 1 / 2000 of ``limit``, and is at most ``limit`` if that is enough. The search ends below :data:`ENOUGH` of ``limit``: what is returned
-        then is enough, and may be more than the least.
+        It is found to 2 MiB, or to 1 / 2000 of ``limit``, and is at most ``limit`` if that is enough. The search ends
+        below :data:`ENOUGH` of ``limit``: what is returned then is enough, and may be more than the least.
         """
         options: dict[str, Any] = {"capture_after": self._capture_after}
         num_bytes = least_capacity(allocations, self.rules, ENOUGH * limit, limit // _LEAST_SHARE, **options)
