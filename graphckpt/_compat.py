@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -393,14 +393,15 @@ _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next((code for code in _CALL.co_consts if getattr(code, "co_name", "") == "inner"), _CALL)
 
 
-def has_always_called_hooks(frame: FrameType | None) -> bool:
+def has_always_called_hooks(frame: FrameType | None, first: CodeType | None = None) -> bool:
     """Whether a forward hook with ``always_call=True`` waits for the end of a module that ``frame`` runs in.
 
     An exception would have it called, or skipped: of the callers' frames, those of modules refer to these as ``self``.
+    The caller with the code ``first`` catches it: those before that do not count.
     """
     if nn.modules.module._global_forward_hooks_always_called:
         return True
-    while frame is not None:
+    while frame is not None and frame.f_code is not first:
         if frame.f_code is _CALL_WITH_HOOKS and frame.f_locals["self"]._forward_hooks_always_called:
             return True
         frame = frame.f_back

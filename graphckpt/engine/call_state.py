@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat, starmap
+from itertools import chain, islice, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
@@ -41,9 +41,7 @@ from graphckpt.engine.objects import (
     Objects,
     changed_tensors,
     copy_some,
-    differs,
     find_copied,
-    is_plain_data,
     layout_of_type,
     restore,
     swap,
@@ -137,9 +135,8 @@ class Dicts:
         """Returns the same dicts with what they hold now; itself if that is the same, in the same order."""
         filled = [*filter(None, self.owners)]
         is_same = (
-            len(filled) == len(self._filled)
+            [*map(len, filled)] == self._sizes
             and all(map(is_, filled, self._filled))
-            and [*map(len, filled)] == self._sizes
             and [*chain.from_iterable(filled)] == self._keys
             and all(map(is_, chain.from_iterable(map(_values_of, filled)), self._values))
         )
@@ -167,6 +164,8 @@ class Dicts:
 class CallState:
     """The state before a call."""
 
+    modules: list[nn.Module]
+    """Held, as the dicts of their parents do too, and the call holds the outermost."""
     fields: list[Fields]
     """Of each module, as copies."""
     modes: Modes
@@ -200,12 +199,11 @@ class CallState:
 class _Attributes:
     """What attributes of modules hold before a call."""
 
-    __slots__ = ("_copy_of", "_last", "objects", "places", "reached", "tensors", "versions", "with_history")
+    __slots__ = ("_copy_of", "objects", "places", "reached", "tensors", "versions", "with_history")
 
-    def __init__(self, tensors: list[Any], places: list[Place], last: dict[int, ObjectCopy]) -> None:
+    def __init__(self, tensors: list[Any], places: list[Place]) -> None:
         self.tensors = tensors
         self.places = places
-        self._last = last
         self.with_history: set[int] = set()
         self.objects: list[tuple[int, str, ObjectCopy]] = []
         self.versions: Objects = []
@@ -236,9 +234,7 @@ class _Attributes:
             return value
         copied = self._copy_of.get(id(value))
         if copied is None:
-            copied = self._last.get(id(value))
-            if copied is None or copied.differs_from(value):  # to compare takes a fifth of the time of a copy
-                copied = ObjectCopy.of(value)
+            copied = ObjectCopy.of(value)
             if copied is None:
                 value = without_history(value)
                 self.reached.append(value)
@@ -254,12 +250,8 @@ class _Attributes:
         self.objects.append((module, name, copied))
         return None
 
-    def plain(self) -> dict[int, ObjectCopy]:
-        """Returns the copies of numbers, strings and flags, and containers of such, which may serve later calls."""
-        return {number: copied for number, copied in self._copy_of.items() if copied.is_plain}
 
-
-_NO_ATTRIBUTES: Final = _Attributes([], [], {})
+_NO_ATTRIBUTES: Final = _Attributes([], [])
 _NO_OBJECTS: Final[Objects] = []
 
 
@@ -268,8 +260,8 @@ class ModuleState:
     """Takes the state of the modules of a block before its calls, and puts it in place."""
 
     __slots__ = (
-        "_children", "_ends", "_freed", "_large", "_last", "_learnt_modes", "_leaves", "_modules", "_moved", "_parents",
-        "_plain", "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
+        "_children", "_ends", "_freed", "_large", "_learnt_modes", "_leaves", "_modules", "_moved", "_parents",
+        "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -294,9 +286,6 @@ class ModuleState:
         self._moved: dict[Modes, set[Place]] = {}
         """Tensors that calls modify in place."""
         self._large: dict[int, Any] = {}  # what attributes reached in the last call that reaches more than that
-        # The last copies of plain data, such as a config, which serve while they are the same.
-        self._plain: dict[int, ObjectCopy] = {}
-        self._last: tuple[list[Any], Objects] = [], []
         self.is_lazy = any(map(is_lazy, self.tensors()))  # whether a call will give parameters shapes and values
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
@@ -326,7 +315,8 @@ class ModuleState:
         Of large tensors it clones those that earlier calls have modified, or those of which ``has_moved`` says so.
         """
         # All below reads these copies, as another thread may set attributes meanwhile.
-        fields = [*map(dict.copy, map(_fields_of, self._live_modules()))]
+        modules = self._live_modules()
+        fields = [*map(dict.copy, map(_fields_of, modules))]
         modes = tuple([each.get("training") for each in fields])
         owners = [*chain.from_iterable(map(_dicts_of, fields))]
         own_parameters, own_buffers = owners[:: len(_DICTS)], owners[1 :: len(_DICTS)]
@@ -364,6 +354,7 @@ class ModuleState:
             if has_attributes or ids != self._shared[0] or any(each._is_view() for each in tensors[first:]):
                 self._shared = ids, _sharing([*tensors, *others], range(first, len(tensors)))
         return CallState(
+            modules=modules,
             fields=fields,
             modes=modes,
             is_first=is_first,
@@ -388,7 +379,7 @@ class ModuleState:
 
     def _take_attributes(self, fields: list[Fields], tensors: list[Any], places: list[Place]) -> _Attributes:
         """Takes the attributes that may change, and puts into ``fields`` what stands for them."""
-        attributes = _Attributes(tensors, places, self._plain)
+        attributes = _Attributes(tensors, places)
         for at, num_own in self._users:
             own = fields[at]
             for key, value in islice(own.items(), num_own, None):
@@ -404,8 +395,6 @@ class ModuleState:
                         own[key] = without_history(value)  # it may hold an output of the call before
                 except ReferenceError:  # a weak proxy of what is gone
                     continue
-        if attributes.objects:
-            self._plain = attributes.plain()
         return attributes
 
     def _look(self, fields: list[Fields]) -> None:
@@ -414,6 +403,7 @@ class ModuleState:
         # The sizes tell when an attribute has come, and not when a number has become a list: the limits say so.
         self._sizes, self._users = [*map(len, fields)], []
         for at, (ref, own) in enumerate(zip(self._modules, fields, strict=True)):
+            # They come first, but where an attribute was set before `super().__init__()`: there all are looked at.
             num_own = len(_OWN) if [*islice(own, len(_OWN))] == _OWN else 0
             # Not the policy of a block, which is its `forward`.
             values = [each for each in islice(own.values(), num_own, None) if not _is_own(each)]
@@ -424,10 +414,6 @@ class ModuleState:
 
     def _reach(self, values: list[Any]) -> Objects:
         """Copies the contents of all that ``values`` reach, but of what is a part of the program."""
-        # Mostly that is what a config holds, the same in each call: to compare it takes a fifth of the time of a copy.
-        last, objects = self._last
-        if len(values) == len(last) and all(map(is_, values, last)) and not any(starmap(differs, objects)):
-            return objects
         if self._large:
             ids = set(map(id, values))
             self._large = {number: value for number, value in self._large.items() if number in ids}
@@ -437,8 +423,6 @@ class ModuleState:
             copies = [copy_some([value], _MAX_REACHED, _MAX_ITEMS) for value in few]
             self._large |= {id(value): value for value, (_, is_all) in zip(few, copies, strict=True) if not is_all}
             objects = [entry for entries, is_all in copies if is_all for entry in entries]
-        # It is held until the next call, and so must lead neither to a graph nor back to the modules.
-        self._last = (values, objects) if is_plain_data(values, objects) else ([], [])
         return objects
 
     # ---- after a call
@@ -509,10 +493,9 @@ class ModuleState:
         Containers and objects get a ``stand_in`` for each tensor that was modified in place since. Of an excluded child
         (``is_of_child``) the parameters stay as they are: those that an optimizer has modified are hidden by then.
         """
-        modules = self._live_modules()
+        modules, dicts, parameters = state.modules, state.dicts, state.tensors[: len(state.trainable)]
         live = [*map(_fields_of, modules)]
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
-        parameters, dicts = state.tensors[: len(state.trainable)], state.dicts
         present, trainable = dicts.now(), _trainable(parameters)
         # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
         undo += [(_give, (modules, live, parameters, trainable)), (present.put, ())]

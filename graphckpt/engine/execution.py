@@ -219,7 +219,8 @@ class Recomputation(Execution):
 
     def _stop(self) -> None:
         """Ends the recomputation, unless the code of the block could see it: Note [How a recomputation ends]."""
-        if self._runs_on() or parametrizations_are_cached() or has_always_called_hooks(sys._getframe()):
+        first = self.frame._run_again.__code__
+        if self._runs_on() or parametrizations_are_cached() or has_always_called_hooks(sys._getframe(), first):
             return
         self._stops_from = sys.maxsize  # once: a handler that catches it has the rest run
         self.has_stopped = True

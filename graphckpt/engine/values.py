@@ -406,9 +406,9 @@ class _Pair(NamedTuple):
     recomputed: torch.Tensor
 
 
-def begin_comparison(check: ValueCheck | None, holders: Sequence[weakref.ref[Any]]) -> Comparison | None:
-    """Begins to compare a recomputation; ``None`` if its call is not checked, or if backward alone is captured."""
-    return None if check is None or _is_capturing() else Comparison(check, holders)
+def begin_comparison(check: ValueCheck, holders: Sequence[weakref.ref[Any]]) -> Comparison | None:
+    """Begins to compare a recomputation; ``None`` if backward alone is captured."""
+    return None if _is_capturing() else Comparison(check, holders)
 
 
 @final

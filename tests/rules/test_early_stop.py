@@ -137,6 +137,22 @@ def test_a_hook_around_what_is_over_by_then_stops_nothing() -> None:
     assert reached == [False, True, False]
 
 
+def test_a_hook_around_the_backward_stops_nothing() -> None:
+    class Steps(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:  # a whole step
+            loss = super().forward(x).sum()
+            loss.backward()
+            return loss.detach()
+
+    model, reached = Steps(TwoLinears()), []
+    model[0].last.register_forward_hook(lambda *_: reached.append(is_recomputing()))
+    model.register_forward_hook(lambda *_: None, always_call=True)
+    with graphckpt.apply(model, {"0": True}):
+        for _ in range(2):
+            model(torch.ones(4, D))
+    assert reached == [False, True, False]
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
