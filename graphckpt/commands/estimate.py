@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphckpt.commands.common import add_command, add_json, device_help, options_of
 from graphckpt.progress import CommandProgress
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   graphckpt estimate meta-llama/Llama-3.1-8B --device h100 --batch 4 --seq 4096
-  graphckpt estimate ./my_model --device rtx4090 --batch 1 --seq 2048 --lora 16
+  graphckpt estimate ./my_model --device rtx4090 --quantization nf4-double --lora 16 --lora-targets all-linear
   graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
   graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
 
@@ -27,9 +27,11 @@ are not loaded, the code of a model is not run, and no tensor allocates memory. 
 exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
 """
 
+_OPTIONS = (("estimate_options", "EstimateOptions"), ("finetune_options", "FineTuneOptions"))
 _METAVARS = {
     "batch": "N", "seq": "TOKENS", "dtype": "TYPE", "autocast": "TYPE", "lora": "RANK", "policy": "RULE",
-    "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N",
+    "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N", "lora_targets": "NAMES",
+    "lora_dtype": "TYPE", "lora_dropout": "P",
 }  # fmt: skip
 
 
@@ -50,13 +52,13 @@ def add_estimate(commands: Commands) -> None:
         metavar="NAME",
         help=device_help(),
     )
-    for option, _, meaning in options_of("search/estimate_options.py", "EstimateOptions"):
-        parser.add_argument(
-            f"--{option.replace('_', '-')}",
-            dest=option,
-            metavar=_METAVARS.get(option, "NAME"),
-            help=meaning.replace("%", "%%"),
-        )
+    for module, name in _OPTIONS:
+        for option, kind, meaning in options_of(f"search/{module}.py", name):
+            flag: dict[str, Any] = {"metavar": _METAVARS.get(option, "NAME")}
+            if kind == "bool":
+                flag = {"action": "store_true", "default": None}
+            text = meaning.replace("%", "%%")
+            parser.add_argument(f"--{option.replace('_', '-')}", dest=option, help=text, **flag)
     parser.add_argument(
         "--for",
         dest="trainer",

@@ -260,7 +260,9 @@ def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, l
         run = run_under(plan, planner.model, step, group, planner.blocks, most_reserved=most_reserved)
         runs[choice.key] = run
         search.add_run(choice, run.needed_bytes - run.gap_bytes, group.levels(run.run.levels))
-        if run.needed_bytes <= limit and (best is None or run.seconds < runs[best.key].seconds):
+        # Less memory may be enough where all of it is not, as the allocator splits other blocks then.
+        fits = run.needed_bytes <= limit and not (of_reserved and run.plan.predicted_reserved_bytes > limit)
+        if fits and (best is None or run.seconds < runs[best.key].seconds):
             best = choice
     if best is not None:
         return runs[best.key].plan

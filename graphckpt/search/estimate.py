@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never, final
@@ -11,6 +11,7 @@ from typing import Any, Never, final
 import torch
 from torch import nn
 
+from graphckpt._compat_fake import is_on_host
 from graphckpt.budget import Budget, check_budget
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError, check_keywords
@@ -24,6 +25,7 @@ from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep, states_of
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep
+from graphckpt.search.adapters import lora_phrase
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate, PolicyEstimate
 from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
@@ -32,6 +34,7 @@ from graphckpt.search.trainer_lines import TrainingSetup
 from graphckpt.simulation.fake_cluster import simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.simulation.quantized import num_parameters, quantized_phrase
 from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
@@ -48,7 +51,14 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     autocast: str | torch.dtype | None = None,
     attention: str | None = None,
     optimizer: str = "adamw",
+    fused_backward: bool = False,
+    quantization: str | None = None,
     lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_dtype: str | torch.dtype | None = None,
+    lora_dropout: float = 0.0,
+    dora: bool = False,
+    rslora: bool = False,
     policy: str | None = None,
     memory_budget: Budget = "max",
     memory: int | str | None = None,
@@ -73,8 +83,21 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         dtype: The type of the weights, such as ``"bfloat16"``. ``None`` is that of the config, else ``float32``.
         autocast: The type of ``torch.autocast``, such as ``"bfloat16"``. ``None`` is without autocast.
         attention: ``"sdpa"`` or ``"eager"``. ``None`` is the default of Transformers for the model.
-        optimizer: ``"adamw"``, ``"adamw-fused"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"`` or ``"adafactor"``.
+        optimizer: PyTorch's ``"adamw"``, ``"adamw-fused"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``
+            and ``"muon"``; bitsandbytes' ``"adamw-8bit"``, ``"paged-adamw-8bit"`` and ``"paged-adamw-32bit"``;
+            torchao's ``"torchao-adamw-8bit"``, ``"torchao-adamw-4bit"`` and ``"adamw-offload"`` (on the host);
+            ``"adamw-bf16"`` with states in bfloat16; ``"adamw-master"`` with weights and states in float32. The values
+            of ``optim`` in Transformers' ``TrainingArguments`` name the same ones.
+        fused_backward: Update each weight in backward, as soon as its gradient is complete.
+        quantization: The frozen weights under LoRA, by bitsandbytes: ``"nf4"``, ``"nf4-double"`` (as QLoRA, with double
+            quantization) or ``"int8"``.
         lora: The rank of LoRA adapters (PEFT), which alone are trained then. ``None`` trains all weights.
+        lora_targets: The layers with adapters: ``"all-linear"``, names such as ``"q_proj,v_proj"``, or a regular
+            expression. ``None`` is the choice of PEFT for the model.
+        lora_dtype: The type of the adapters. ``None`` is that of PEFT: ``float32``.
+        lora_dropout: The dropout before the adapters.
+        dora: Train magnitudes beside the adapters, as in DoRA.
+        rslora: Scale adapters by the square root of their rank.
         policy: One policy for all layers, such as ``"full"``, in place of the best plan.
         memory_budget: What the best plan may take, as in :func:`graphckpt.plan`.
         memory: The memory of the device in place of its profile's, in bytes or as ``"24GiB"``.
@@ -109,7 +132,14 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         autocast=autocast,  # type: ignore[arg-type]
         attention=attention,
         optimizer=optimizer,
+        fused_backward=fused_backward,
+        quantization=quantization,
         lora=lora,
+        lora_targets=lora_targets,
+        lora_dtype=lora_dtype,  # type: ignore[arg-type]
+        lora_dropout=lora_dropout,
+        dora=dora,
+        rslora=rslora,
         policy=policy,
         memory_budget=memory_budget,
         memory=memory,
@@ -143,9 +173,9 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     with simulated_rank(options.world_size, None, machine, options.cluster) as simulated, step_errors(source):
         fake = FakeDevice(machine, is_padded=False, cluster=simulated)
         with fake.building():
-            module, step_fn, optimizer = source.make(machine.kind)
+            module, step_fn, optimizers = source.make(machine.kind)
         with frozen_objects(), without_value_checks():
-            runs = _Runs(module, FakeStep(fake, module, step_fn, optimizer), begin, options.policy)
+            runs = _Runs(module, FakeStep(fake, module, step_fn, optimizers), begin, options.policy)
             columns = runs.under_best_plan(budget) if options.policy is None else runs.under(options.policy)
     tokens = None if source.seq is None else source.seq * options.batch  # of an encoder-decoder, its inputs'
     policies = {
@@ -154,9 +184,11 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     }
     parameters = list(module.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [state for optimizer in optimizers for state in states_of(optimizer)]
     *_, last = policies.values()
     notes = list(() if simulated is None else simulated.notes)
-    tensors = [*parameters, *module.buffers()], trainable, states_of(optimizer)
+    on_device = [state for state in states if not is_on_host(state)]
+    tensors = [*parameters, *module.buffers()], trainable, on_device
     weight_bytes, gradient_bytes, optimizer_bytes = (_bytes_on(machine, each) for each in tensors)
     # Those of all parameters at once, by PyTorch's `foreach`.
     has_temporaries = not {"AdamW foreach", "Adam foreach"}.isdisjoint(runs.step.assumptions)
@@ -180,15 +212,16 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         batch=options.batch,
         seq=source.seq,
         world_size=options.world_size or 1,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_parameters=num_parameters(module),
         num_trainable=sum(parameter.numel() for parameter in trainable),
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_bytes=optimizer_bytes,
+        host_bytes=sum(state.nbytes for state in states if is_on_host(state) and state.dim()),
         policies=policies,
         plan=columns["plan"][1] if options.policy is None else None,
         devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
-        assumptions=tuple(_assumptions(source, runs.step)),
+        assumptions=tuple(_assumptions(source, runs.step, module)),
         notes=tuple(notes),
         setup=_setup_of(source, model, runs.layers),
     )
@@ -327,30 +360,31 @@ def _bytes_on(machine: DeviceProfile, tensors: Iterable[torch.Tensor]) -> int:
     return sum(map(machine.rounded, sizes.values()))
 
 
-def _assumptions(source: PretrainedModel, step: FakeStep) -> list[str]:
+def _assumptions(source: PretrainedModel, step: FakeStep, model: nn.Module) -> Iterator[str]:
     options = source.options
     default = "" if options.dtype or source.config.dtype else " (the default)"
-    lines = [
-        f"weights in {str(source.dtype).removeprefix('torch.')}{default}",
-        *step.assumptions,
-        "no gradient clipping, no accumulation",
-    ]
+    yield f"weights in {str(source.dtype).removeprefix('torch.')}{default}"
+    if options.quantization is not None:
+        yield quantized_phrase(model, options.quantization)
+    yield from step.assumptions
+    if options.fused_backward:
+        yield "each weight updated in backward, as soon as its gradient is complete"
+    yield "no gradient clipping, no accumulation"
     if options.world_size is not None:
         gathered = "" if options.autocast is None else f", gathered in {options.autocast}, gradients reduced in float32"
-        lines.append(f"FSDP2 over {options.world_size} ranks, each layer sharded and resharded after forward{gathered}")
+        yield f"FSDP2 over {options.world_size} ranks, each layer sharded and resharded after forward{gathered}"
     if source.seq is None:
         height, width = source.image_size
-        lines.append(f"images of {height} x {width} pixels")
+        yield f"images of {height} x {width} pixels"
     else:
         default = "" if options.seq else " (the default)"
-        lines.append(f"sequences of {source.seq} tokens{default} without padding, no cache of keys and values")
+        yield f"sequences of {source.seq} tokens{default} without padding, no cache of keys and values"
     if source.task == "seq2seq-lm":
-        lines.append("labels as long as the inputs, whose tokens count")
+        yield "labels as long as the inputs, whose tokens count"
     if source.has_experts:
-        lines.append("routing of experts is assumed balanced")
+        yield "routing of experts is assumed balanced"
     if options.lora is not None:
-        lines.append(f"LoRA of rank {options.lora} on the layers that PEFT chooses by default, in its default type")
-    return lines
+        yield lora_phrase(model, options)
 
 
 def _devices_with(num_bytes: int) -> tuple[str, ...]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, final
 
 from graphckpt.budget import check_budget
 from graphckpt.errors import ConfigError, bullets, did_you_mean, nearest
+from graphckpt.search.finetune_options import OPTIMIZER_ALIASES, OPTIMIZERS, QUANTIZATIONS, FineTuneOptions
 from graphckpt.units import parse_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 AUTOCAST = ("bfloat16", "float16")
 ATTENTION = ("sdpa", "eager")
-OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
 TASKS = (
     "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "token-classification", "question-answering",
     "image-classification",
 )  # fmt: skip
-_CHOICES = {"dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS}
+_CHOICES = {
+    "dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS,
+    "quantization": QUANTIZATIONS, "lora_dtype": DTYPES,
+}  # fmt: skip
 _COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8}  # each with an example
 _ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
@@ -27,15 +31,14 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions:
+class EstimateOptions(FineTuneOptions):
     """The training step to estimate: the keyword arguments of :func:`graphckpt.estimate`, and the command's flags.
 
     >>> EstimateOptions(batch=4, dtype="bfloat16").batch
     4
-    >>> EstimateOptions(optimizer="sdg")
+    >>> EstimateOptions(dtype="bf61")
     Traceback (most recent call last):
-    graphckpt.errors.ConfigError: optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum or adafactor, \
-got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
+    graphckpt.errors.ConfigError: dtype: expected float32, bfloat16 or float16, got 'bf61' · fix: use one of these
     """
 
     batch: int = 1
@@ -48,10 +51,6 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     """The type of ``torch.autocast``: ``"bfloat16"`` or ``"float16"``. ``None`` is without autocast."""
     attention: str | None = None
     """``"sdpa"`` or ``"eager"``, as ``attn_implementation`` of Transformers. ``None`` is its default for the model."""
-    optimizer: str = "adamw"
-    """One of ``adamw``, ``adamw-fused``, ``adam``, ``sgd``, ``sgd-momentum`` and ``adafactor``, all PyTorch's."""
-    lora: int | None = None
-    """The rank of LoRA adapters on the layers that PEFT chooses, which alone are trained. ``None`` trains all."""
     policy: str | None = None
     """One policy for all layers, such as ``"full"`` or ``"selective"``, in place of the best plan."""
     memory_budget: int | float | str = "max"
@@ -71,13 +70,15 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     """How messages name options: as keyword arguments, or as flags."""
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "autocast"):  # `torch.bfloat16` too
+        for name in ("dtype", "autocast", "lora_dtype"):  # `torch.bfloat16` too
             value = getattr(self, name)
             if value is not None:
                 name_of_type = str(value).removeprefix("torch.")
                 object.__setattr__(self, name, _SHORT.get(name_of_type, name_of_type))
         if self.autocast is not None and self.autocast.lower() in _OFF:
             object.__setattr__(self, "autocast", None)
+        optimizer = str(self.optimizer).lower().replace("_", "-")
+        object.__setattr__(self, "optimizer", OPTIMIZER_ALIASES.get(optimizer, optimizer))
         faults = list(self._faults())
         if faults:
             raise ConfigError(faults[0] if len(faults) == 1 else bullets("estimate", faults))
@@ -90,6 +91,9 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
         for name in _COUNTS:
             if (text := texts.get(name, "")).isdecimal() and text.isascii():
                 texts[name] = int(texts[name])
+        if "lora_dropout" in texts:
+            with suppress(ValueError):
+                texts["lora_dropout"] = float(texts["lora_dropout"])
         return cls(**texts, spelling="command")
 
     def named(self, option: str) -> str:
@@ -106,7 +110,9 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
         >>> EstimateOptions().setting("dtype", "bfloat16"), EstimateOptions(spelling="command").setting("batch", 8)
         ("dtype='bfloat16'", '--batch 8')
         """
-        return f"{option}={value!r}" if self.spelling == "python" else f"{self.named(option)} {value}"
+        if self.spelling == "python":
+            return f"{option}={value!r}"
+        return self.named(option) if value is True else f"{self.named(option)} {value}"
 
     def _faults(self) -> Iterator[str]:
         for name, example in _COUNTS.items():
@@ -124,6 +130,12 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
                 fix = self.setting(name, guesses[0]) if guesses else "use one of these"
                 guess = did_you_mean(str(value), choices)
                 yield f"{self.named(name)}: expected {expected}, got {value!r}{guess} · fix: {fix}"
+        for name, what, other, example in self._finetune_faults():
+            yield f"{self.named(name)}: {what} · fix: {self.setting(other, example)}"
+        if self.quantization is not None and self.world_size is not None:
+            size = self.named("world_size")
+            what = f"expected one process, got {size} {self.world_size}: FSDP2 of quantized weights is not simulated"
+            yield f"{self.named('quantization')}: {what} · fix: leave {size} out"
         if self.cluster is not None and self.world_size is None:
             size = self.named("world_size")
             fix = self.setting("world_size", 8)

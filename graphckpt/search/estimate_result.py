@@ -188,9 +188,11 @@ class Estimate:
     gradient_bytes: int
     """The gradients of all parameters that are trained."""
     optimizer_bytes: int
-    """The states of the optimizer."""
+    """The states of the optimizer on the device."""
     policies: Mapping[str, PolicyEstimate]
     """``"keep"``, ``"full"`` and ``"plan"``; or ``"keep"`` and the given policy."""
+    host_bytes: int = 0
+    """The states of the optimizer on the host."""
     world_size: int = 1
     """The number of ranks that share the model; batch, bytes, and samples and tokens per second are those of one."""
     plan: Plan | None = field(default=None, compare=False)
@@ -266,7 +268,7 @@ class Estimate:
         """Returns plain values, as ``graphckpt estimate --json`` prints them."""
         names = (
             "model", "architecture", "task", "device", "memory_bytes", "batch", "seq", "num_parameters",
-            "num_trainable", "world_size", "weight_bytes", "gradient_bytes", "optimizer_bytes",
+            "num_trainable", "world_size", "weight_bytes", "gradient_bytes", "optimizer_bytes", "host_bytes",
         )  # fmt: skip
         return {
             **{name: getattr(self, name) for name in names},
@@ -320,7 +322,8 @@ def _rows(estimate: Estimate, policies: list[PolicyEstimate]) -> Iterator[tuple[
     yield "weights", [format_bytes(one.weights) for one in parts]
     gradients = format_bytes(estimate.gradient_bytes)
     yield f"gradients (of {gradients})", [bytes_or_dash(one.gradients) for one in parts]
-    yield "optimizer states", [bytes_or_dash(one.optimizer_states) for one in parts]
+    host = f" (and {format_bytes(estimate.host_bytes)} on the host)" if estimate.host_bytes else ""
+    yield f"optimizer states{host}", [bytes_or_dash(one.optimizer_states) for one in parts]
     yield "layers, for backward", [bytes_or_dash(one.layers) for one in parts]
     yield "other: head, loss, temporaries", [bytes_or_dash(one.other) for one in parts]
     if any(one.workspaces for one in parts):

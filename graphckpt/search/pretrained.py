@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphckptError, did_you_mean, first_line
 from graphckpt.extras import require
+from graphckpt.search.adapters import with_lora
 from graphckpt.search.estimate_options import TASKS, EstimateOptions
+from graphckpt.search.optimizers import optimizers_for
+from graphckpt.simulation.quantized import quantize
 
 EXTRA: Final = "estimate"
 _CONFIG = "config.json"
@@ -129,19 +131,22 @@ class PretrainedModel:
             fix = 'add "decoder_start_token_id": 0, or the id of the model\'s first token'
             raise ConfigError(f"{self.name}: expected decoder_start_token_id in its config, got nothing · fix: {fix}")
 
-    def make(self, device_type: str) -> tuple[nn.Module, Callable[[], object], torch.optim.Optimizer]:
-        """Returns the model, a function that runs one step of training, and its optimizer.
+    def make(self, device_type: str) -> tuple[nn.Module, Callable[[], object], list[Optimizer]]:
+        """Returns the model, a function that runs one step of training, and its optimizers.
 
         Raises:
             ConfigError: Transformers, PEFT or PyTorch refuses the config or an option.
         """
         model = self._build()
+        if self.options.quantization is not None:
+            quantize(model, self.options.quantization)
         if self.options.lora is not None:
-            model = _with_lora(model, self.options.lora, self.name)
+            model = with_lora(model, self.options, self.name, EXTRA)
         model.train()
         if self.options.world_size is not None:
             _shard(model, self.options.world_size, self.options.autocast)
-        optimizer = _OPTIMIZERS[self.options.optimizer]([p for p in model.parameters() if p.requires_grad])
+        in_backward = self.options.fused_backward
+        optimizers = optimizers_for(model, self.options.optimizer, in_backward=in_backward)
         inputs = self._inputs()
         autocast = None if self.options.world_size is not None else self.options.autocast
 
@@ -149,10 +154,12 @@ class PretrainedModel:
             with nullcontext() if autocast is None else torch.autocast(device_type, getattr(torch, autocast)):
                 loss = model(**inputs).loss
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if not in_backward:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
 
-        return model, step, optimizer
+        return model, step, optimizers
 
     def _build(self) -> nn.Module:
         import transformers  # noqa: PLC0415
@@ -196,16 +203,6 @@ class PretrainedModel:
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-_OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adamw-fused": partial(torch.optim.AdamW, fused=True),
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adafactor": torch.optim.Adafactor,
-}
-
-
 def _shard(model: nn.Module, world_size: int, dtype: str | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - takes a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
@@ -216,21 +213,6 @@ def _shard(model: nn.Module, world_size: int, dtype: str | None) -> None:
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     for module in (*map(model.get_submodule, layers(model)), model):
         fully_shard(module, mesh=mesh, mp_policy=precision)
-
-
-def _with_lora(model: Any, rank: int, name: str) -> nn.Module:
-    require(EXTRA, "peft")
-    import peft  # noqa: PLC0415
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT reads names that Transformers has deprecated
-            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
-    except ValueError as error:
-        kind = model.config.model_type
-        fix = "leave lora out, or plan a model of yours: graphckpt.plan(make_model, device=...)"
-        raise ConfigError(f"lora: {name}: PEFT has no default layers for {kind!r} · fix: {fix}") from error
-    return adapted
 
 
 def read_model(name: Any, options: EstimateOptions) -> PretrainedModel:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.extras import LazyPackage
 from graphckpt.search.estimate_options import EstimateOptions
+from graphckpt.search.finetune_options import target_modules
 
 if TYPE_CHECKING:
     import yaml
@@ -26,6 +27,12 @@ _OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sgd": ("torch.optim.SGD", {}),
     "sgd-momentum": ("torch.optim.SGD", {"momentum": 0.9}),
     "adafactor": ("torch.optim.Adafactor", {}),
+    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit", {}),
+    "paged-adamw-8bit": ("bitsandbytes.optim.PagedAdamW8bit", {}),
+    "paged-adamw-32bit": ("bitsandbytes.optim.PagedAdamW32bit", {}),
+    "torchao-adamw-8bit": ("torchao.optim.AdamW8bit", {}),
+    "torchao-adamw-4bit": ("torchao.optim.AdamW4bit", {}),
+    "adamw-offload": ("torchao.optim.CPUOffloadOptimizer", {}),
 }
 """By option: the class, and its arguments besides the parameters and the learning rate."""
 _OPTIM = {"adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused", "sgd": "sgd"}
@@ -137,6 +144,15 @@ def trainer_lines(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]
         ConfigError: It is another one, or cannot train this model.
     """
     check_trainer(trainer)
+    options = setup.options
+    if options.optimizer not in _OPTIMIZERS:
+        what = f"{options.setting('optimizer', options.optimizer)} has no lines of a trainer"
+        raise ConfigError(f"--for {trainer}: {what} · fix: {options.setting('optimizer', 'adamw-8bit')}")
+    if options.fused_backward:
+        name = options.named("fused_backward")
+        raise ConfigError(f"--for {trainer}: {name} has no lines of a trainer · fix: leave {name} out")
+    if options.quantization is not None and setup.model is None:
+        raise ConfigError(f"--for {trainer}: quantized weights are those of a model · fix: name the model")
     if trainer == "trl" and setup.task != "causal-lm":
         raise ConfigError(f"--for trl: expected a causal-lm, got {setup.task} · fix: --for transformers")
     if trainer == "lightning" and setup.options.world_size is not None:
@@ -149,16 +165,18 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
     options, is_sharded = setup.options, setup.options.world_size is not None
     yield from _launch(setup)
     yield "import torch"
+    yield from _import_optimizer(setup)
     if is_sharded:
         yield "from torch.distributed.device_mesh import init_device_mesh"
         yield "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"
-    yield f"from transformers import {setup.auto_class}"
+    yield f"from transformers import {_class_names(setup)}"
     yield from _import_peft(setup)
     yield ""
     yield "import graphckpt"
     yield ""
     yield from _model(setup)
-    yield "model.train()" if is_sharded else "model.to('cuda').train()"
+    # Quantized weights are loaded to the device.
+    yield "model.train()" if is_sharded or options.quantization is not None else "model.to('cuda').train()"
     if is_sharded:  # which moves each module to the device before it shards it
         precision = ""
         if options.autocast is not None:
@@ -187,9 +205,8 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
 
 def _transformers(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield from _launch(setup)
-    if setup.options.optimizer not in _OPTIM:
-        yield "import torch"
-    yield f"from transformers import {setup.auto_class}, Trainer, TrainingArguments"
+    yield from _imports(setup)
+    yield f"from transformers import {_class_names(setup, 'Trainer', 'TrainingArguments')}"
     yield from _import_peft(setup)
     yield ""
     yield from _import_callback(policies)
@@ -208,9 +225,8 @@ def _transformers(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]
 
 def _trl(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield from _launch(setup)
-    if setup.options.optimizer not in _OPTIM:
-        yield "import torch"
-    yield f"from transformers import {setup.auto_class}"
+    yield from _imports(setup)
+    yield f"from transformers import {_class_names(setup)}"
     yield from _import_peft(setup, "LoraConfig")
     yield "from trl import SFTConfig, SFTTrainer"
     yield ""
@@ -236,8 +252,9 @@ def _trl(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Ite
 def _lightning(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     options = setup.options
     yield "import torch"
+    yield from _import_optimizer(setup)
     yield "from lightning.pytorch import LightningModule, Trainer"
-    yield f"from transformers import {setup.auto_class}"
+    yield f"from transformers import {_class_names(setup)}"
     yield from _import_peft(setup)
     yield ""
     if policies:
@@ -300,7 +317,49 @@ def _import_callback(policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]
 
 
 def _lora_config(setup: TrainingSetup) -> str:
-    return f"LoraConfig(r={setup.options.lora})"
+    options = setup.options
+    settings: dict[str, Any] = {"r": options.lora}
+    if options.lora_targets is not None:
+        settings["target_modules"] = target_modules(options.lora_targets)
+    for name, value in (("lora_dropout", options.lora_dropout), ("use_dora", options.dora)):
+        settings |= {name: value} if value else {}
+    settings |= {"use_rslora": True} if options.rslora else {}
+    return f"LoraConfig({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
+def _quantization(setup: TrainingSetup) -> str:
+    """Returns the argument of ``from_pretrained`` that quantizes the weights; nothing without."""
+    kind = setup.options.quantization
+    if kind is None:
+        return ""
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if kind != "int8":
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": setup.dtype}
+        settings |= {"bnb_4bit_use_double_quant": True} if kind == "nf4-double" else {}
+    text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return f", quantization_config=BitsAndBytesConfig({text}), device_map={{'': 0}}"
+
+
+def _import_optimizer(setup: TrainingSetup) -> Iterator[str]:
+    """Yields the import of the package of the optimizer, if it is not PyTorch."""
+    module = _OPTIMIZERS[setup.options.optimizer][0].rpartition(".")[0]
+    if not module.startswith("torch."):
+        yield f"import {module}"
+
+
+def _imports(setup: TrainingSetup) -> Iterator[str]:
+    """Yields the imports for an optimizer that is passed as its class, and for the types of adapters."""
+    name = _OPTIMIZERS[setup.options.optimizer][0]
+    is_class = setup.options.optimizer not in _OPTIM
+    if (is_class and name.startswith("torch.")) or setup.options.lora_dtype is not None:
+        yield "import torch"
+    if is_class:
+        yield from _import_optimizer(setup)
+
+
+def _class_names(setup: TrainingSetup, *others: str) -> str:
+    config = ("BitsAndBytesConfig",) if setup.options.quantization is not None else ()
+    return ", ".join((setup.auto_class, *config, *others))
 
 
 def _model(setup: TrainingSetup, *, adds_lora: bool = True) -> Iterator[str]:
@@ -309,11 +368,15 @@ def _model(setup: TrainingSetup, *, adds_lora: bool = True) -> Iterator[str]:
     if setup.model is None:
         yield f"model = {setup.auto_class}.from_config(config, {settings})"
     else:
-        yield f"model = {setup.auto_class}.from_pretrained({setup.model!r}, {settings})"
+        yield f"model = {setup.auto_class}.from_pretrained({setup.model!r}, {settings}{_quantization(setup)})"
     if setup.has_cache:
         yield "model.config.get_text_config().use_cache = False"
     if adds_lora and setup.options.lora is not None:
         yield f"model = get_peft_model(model, {_lora_config(setup)})"
+        if setup.options.lora_dtype is not None:
+            yield "for parameter in model.parameters():"
+            yield "    if parameter.requires_grad:"
+            yield f"        parameter.data = parameter.data.to(torch.{setup.options.lora_dtype})"
 
 
 def _arguments(setup: TrainingSetup) -> Iterator[str]:

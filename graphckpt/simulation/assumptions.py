@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from graphckpt.blocks.hooks import add_optimizer_hook
 from graphckpt.simulation.allocations import OpSeconds
 from graphckpt.simulation.op_costs import attention_kernel, side_of
+from graphckpt.simulation.optimizers import KernelOptimizer
 from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo, scope
 
@@ -78,6 +79,9 @@ class StepObserver:
             self._weights = None
 
     def _add_update(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, KernelOptimizer):
+            self._updates.setdefault(optimizer.title)
+            return
         names = [packet.__name__ for packet in self._packets]
         kinds = [kind for kind in ("fused", "foreach") if any(name.startswith(f"_{kind}_") for name in names)]
         self._updates.setdefault(f"{type(optimizer).__name__} {kinds[0] if kinds else 'in a loop'}")

@@ -24,7 +24,7 @@ _MAKES_NOTHING = {
     _aten._local_scalar_dense, _aten.resize_, _aten.set_,
 }  # fmt: skip
 _COPIES = {_aten._to_copy, _aten.copy_, _aten._foreach_copy_}
-_PRODUCTS = {_aten.mm, _aten.bmm}
+_PRODUCTS = {_aten.mm, _aten.bmm, _aten._int_mm}
 # They read only the rows that they return, of a table that may be as large as the model.
 _PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten._unsafe_index}
 # They read and write only the rows that they are given values for.
@@ -58,7 +58,9 @@ def kinds_of(func: Any) -> tuple[str, ...]:
 
 def rate_name(func: Any, args: tuple[Any, ...]) -> str:
     """Returns the key of an op's peak rate: its dtype, or ``"tf32"`` where the user allows it."""
-    dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), torch.float32)
+    # Products of integers count at the rate of float16: kernels for them are seldom faster in training.
+    integers = torch.float16 if func.overloadpacket is _aten._int_mm else torch.float32
+    dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), integers)
     if func.overloadpacket in _CONVOLUTION and _is_depthwise(func.overloadpacket, args):
         return "float32" if dtype.itemsize <= 4 else "float64"
     if dtype is torch.float32:

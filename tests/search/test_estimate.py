@@ -410,8 +410,8 @@ class TestErrors:
             ({"lora": -1}, "lora: expected a positive int, got -1"),
             ({"memory": "24XB"}, "memory: '24XB': unknown unit 'XB' · fix: use 'GiB'"),
             (
-                {"optimizer": "adamw-8bit"},
-                "optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum or adafactor",
+                {"optimizer": "adamw-9bit"},
+                "optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum, adafactor, muon, adamw-8bit",
             ),
             ({"dtype": "bf8"}, "dtype: expected float32, bfloat16 or float16, got 'bf8'"),
             ({"autocast": torch.float64}, "autocast: expected bfloat16 or float16, got 'float64'"),
