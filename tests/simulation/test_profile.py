@@ -329,7 +329,8 @@ class TestProfileDevice:
         [
             ("print(2**21, flush=True)", (10 * 2**30, 9 * 2**30), 2**30 - 2**21),
             ("print(2**21, flush=True)", (10 * 2**30, 11 * 2**30), None),  # another process has ended meanwhile
-            ("", (10 * 2**30, 9 * 2**30), None),  # the device admits one process
+            ("sys.exit('busy')", (10 * 2**30, 9 * 2**30), None),  # the device admits one process
+            ("", (10 * 2**30, 9 * 2**30), None),  # the process prints nothing until it is killed
         ],
     )
     def test_a_context_is_what_another_process_takes_beside_its_tensors(
@@ -338,6 +339,7 @@ class TestProfileDevice:
         monkeypatch.setattr(
             "graphckpt.simulation.write_profile._IN_CONTEXT", f"import sys\n{printed}\nsys.stdin.readline()"
         )
+        monkeypatch.setattr("graphckpt.simulation.write_profile._CONTEXT_SECONDS", 120.0 if printed else 0.5)
         readings = iter(free)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(readings), 80 * 2**30))
         bench = object.__new__(CudaBenchmark)
