@@ -56,8 +56,9 @@ def _state_after(block: BlockContext, frames: Iterable[Frame]) -> tuple[ModuleSt
     }
 
     def has_moved(tensor: torch.Tensor) -> bool:
+        # A first call has cloned all, and must compare. A later one has cloned what moves, or is cheap to clone.
         before, index = copies.get(id(tensor), (None, 0))
-        return before is not None and (not before.is_first or has_changed(before, index))  # a first call clones all
+        return before is not None and (not before.is_first or has_changed(before, index))
 
     return state, state.take(has_moved=has_moved)
 

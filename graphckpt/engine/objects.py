@@ -304,7 +304,9 @@ def copy_some(values: Iterable[Any], limit: int, max_items: int) -> tuple[Object
             ids.add(id(value))
             items = [*value]
         for owner in owners_of(value):
-            number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
+            # A `Slots` is made anew each time it is asked for, so that the id of its object stands for it: negative, as
+            # the object may be an owner itself, as a generator of a class with slots is.
+            number = -id(value) if isinstance(owner, Slots) else id(owner)
             if number not in ids and not (isinstance(owner, CONTAINERS) and len(owner) > max_items):
                 ids.add(number)
                 objects.append((owner, content := contents(owner)))
