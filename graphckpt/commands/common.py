@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import yaml
 
     Commands = argparse._SubParsersAction[Any]
+    from graphckpt.search.cards import CardTable
     from graphckpt.search.layout_result import LayoutComparison
     from graphckpt.simulation.profile import DeviceProfile
 else:
@@ -144,7 +145,7 @@ def _heads(rules: Iterable[str]) -> dict[str, list[str]]:
     return heads
 
 
-def print_result(result: LayoutComparison, parsed: argparse.Namespace) -> None:
+def print_result(result: CardTable | LayoutComparison, parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(result.to_dict(), indent=1), file=parsed.stdout)
     else:

@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.commands.common import add_command, add_json, device_help, options_of
+from graphckpt.commands.common import add_command, add_json, device_help, options_of, print_result
+from graphckpt.errors import ConfigError
 from graphckpt.progress import CommandProgress
 from graphckpt.search.trainer_lines import TRAINERS
 from graphckpt.simulation.profile_files import profile_path
@@ -19,6 +20,7 @@ examples:
   graphckpt estimate meta-llama/Llama-3.1-8B --device h100 --batch 4 --seq 4096
   graphckpt estimate ./my_model --device rtx4090 --quantization nf4-double --lora 16 --lora-targets all-linear
   graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
+  graphckpt estimate google-t5/t5-large --cards --batch 16
   graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
 
 MODEL is a folder with a config.json, that file, or the name of a Transformers model in its cache or on the hub. Weights
@@ -48,7 +50,6 @@ def add_estimate(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name")
     parser.add_argument(
         "--device",
-        required=True,
         metavar="NAME",
         help=device_help(),
     )
@@ -66,6 +67,11 @@ def add_estimate(commands: Commands) -> None:
         help=f"also print the lines of Python that train like this: {', '.join(TRAINERS)}",
     )
     parser.add_argument("--save", metavar="FILE", help="write the policies to a .yaml file, for graphckpt.apply")
+    parser.add_argument(
+        "--cards",
+        action="store_true",
+        help="compare all device profiles in place of --device: the largest batch on each, or with --batch the time",
+    )
     add_json(parser)
 
 
@@ -74,12 +80,30 @@ def _estimate(parsed: argparse.Namespace) -> int:
     from graphckpt.search.trainer_lines import check_trainer  # noqa: PLC0415
 
     # All that takes no seconds of imports is checked before what takes them.
-    profile_path("device", parsed.device)
+    if parsed.device is None and not parsed.cards:
+        fix = "--device h100, or --cards for a table of all devices"
+        raise ConfigError(f"--device: expected a device profile, got nothing · fix: {fix}")
+    if parsed.cards:
+        for flag, value in (("--device", parsed.device), ("--for", parsed.trainer), ("--save", parsed.save)):
+            if value is not None:
+                raise ConfigError(
+                    f"--cards: expected no {flag} with it, got {flag} {value} · fix: leave out one of them"
+                )
+    else:
+        profile_path("device", parsed.device)
     options = EstimateOptions.of_text(vars(parsed))
     if options.cluster is not None:
         profile_path("cluster", options.cluster)
     if parsed.trainer is not None:
         check_trainer(parsed.trainer)
+    if parsed.cards:
+        from graphckpt.search.cards import compare_cards  # noqa: PLC0415
+
+        with CommandProgress() as progress:
+            batch = None if parsed.batch is None else options.batch
+            table = compare_cards(parsed.model, options, batch, progress.begin)
+        print_result(table, parsed)
+        return 0
     from graphckpt.search.estimate import estimate_model  # noqa: PLC0415
 
     with CommandProgress() as progress:

@@ -40,6 +40,7 @@ from graphckpt.simulation.allocations import (
 from graphckpt.simulation.allocator import AllocatorRules, CapacityError, up_to_blocks
 from graphckpt.simulation.assumptions import StepObserver
 from graphckpt.simulation.fake_device import FakeDevice
+from graphckpt.simulation.op_costs import OpCost
 from graphckpt.simulation.stand_ins import StandIns
 from graphckpt.simulation.timeline import StepSeconds
 from graphckpt.simulation.write_profile import copy_rates
@@ -534,10 +535,13 @@ class FakeStep:
     def restoring(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, blocks: Blocks = NO_BLOCKS) -> StepRun:
-        """Runs the first two steps of a process; the levels and the seconds are those of the second."""
+    def run(self, blocks: Blocks = NO_BLOCKS, costs: list[OpCost] | None = None) -> StepRun:
+        """Runs the first two steps of a process; the levels and the seconds are those of the second.
+
+        ``costs`` gets those of all ops of the second, from which the seconds on another device follow.
+        """
         with self._device, self._from_start():
-            timeline = self._device.new_timeline()
+            timeline = self._device.new_timeline(costs)
             # From an empty process, as its allocator would see it: the first step puts optimizer states among
             # activations, which leaves gaps that later steps have to live with. The second is the first step in which
             # all of them exist, and all later ones are like it.
@@ -562,6 +566,8 @@ class FakeStep:
                     self._step_fn()  # creates optimizer states, and finds buffers that change
                     trace.begin_step()
                 timeline.begin_step()
+                if costs is not None:
+                    costs.clear()
                 with meter.metering(blocks):
                     self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")

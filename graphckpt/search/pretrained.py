@@ -131,8 +131,15 @@ class PretrainedModel:
             fix = 'add "decoder_start_token_id": 0, or the id of the model\'s first token'
             raise ConfigError(f"{self.name}: expected decoder_start_token_id in its config, got nothing · fix: {fix}")
 
-    def make(self, device_type: str) -> tuple[nn.Module, Callable[[], object], list[Optimizer]]:
+    def make(
+        self, device_type: str, inputs: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[nn.Module, Callable[[], object], list[Optimizer]]:
         """Returns the model, a function that runs one step of training, and its optimizers.
+
+        Args:
+            device_type: Of ``torch.autocast``.
+            inputs: The arguments of each forward, which the caller may change between steps; by default
+                :meth:`inputs`.
 
         Raises:
             ConfigError: Transformers, PEFT or PyTorch refuses the config or an option.
@@ -147,7 +154,7 @@ class PretrainedModel:
             _shard(model, self.options.world_size, self.options.autocast)
         in_backward = self.options.fused_backward
         optimizers = optimizers_for(model, self.options.optimizer, in_backward=in_backward)
-        inputs = self._inputs()
+        inputs = self.inputs() if inputs is None else inputs
         autocast = None if self.options.world_size is not None else self.options.autocast
 
         def step() -> None:
@@ -189,7 +196,8 @@ class PretrainedModel:
             ) from error
         return model
 
-    def _inputs(self) -> dict[str, torch.Tensor]:
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Returns the arguments of a forward."""
         batch, seq = self.options.batch, self.seq
         if seq is None:
             pixels = torch.zeros(batch, getattr(self.config, "num_channels", 3), *self.image_size, dtype=self.dtype)

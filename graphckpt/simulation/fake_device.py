@@ -41,6 +41,7 @@ from graphckpt.simulation.cluster_profile import default_cluster
 from graphckpt.simulation.cuda_autocast import call_under_autocast
 from graphckpt.simulation.cuda_kernels import AttentionCall, dropout
 from graphckpt.simulation.fake_cluster import FakeCluster
+from graphckpt.simulation.op_costs import OpCost
 from graphckpt.simulation.profile import DeviceProfile
 from graphckpt.simulation.stand_ins import PACKED, PADDED, StandIns, swapped_masks, user_line
 from graphckpt.simulation.timeline import Timeline
@@ -70,6 +71,7 @@ class FakeDevice:
         is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
             a device where it can read the mask.
         cluster: the simulated rank that the device belongs to, which has been entered; ``None`` without one.
+        others: other devices, of which :attr:`alike` then has those that run the same kernels.
 
     >>> from graphckpt.simulation.profile import load_profile
     >>> device = FakeDevice(load_profile("h200"))
@@ -79,7 +81,14 @@ class FakeDevice:
     torch.Size([8, 1048576])
     """
 
-    def __init__(self, machine: DeviceProfile, *, is_padded: bool = True, cluster: FakeCluster | None = None) -> None:
+    def __init__(
+        self,
+        machine: DeviceProfile,
+        *,
+        is_padded: bool = True,
+        cluster: FakeCluster | None = None,
+        others: Iterable[DeviceProfile] = (),
+    ) -> None:
         self.machine = machine
         self.cluster = cluster
         self._is_padded = is_padded
@@ -89,7 +98,7 @@ class FakeDevice:
         self.device = on_device if machine.kind == "cuda" else HOST
         """The device of tensors for which a script names none."""
         self._tensors = FakeTensors(self.device, allow_non_fake_inputs=True)
-        self._functions = _FunctionOverrides(machine, self.device)
+        self._functions = _FunctionOverrides(machine, self.device, others)
         self.autocast_dtypes: Iterable[torch.dtype] = self._functions.autocast_dtypes
         """The types to which autocast has cast in steps so far."""
         # A list, as it is reentrant: each `with` undoes what it has done.
@@ -143,10 +152,25 @@ class FakeDevice:
 
     __exit__ = Ending(_exit, _abandon, _depth)
 
-    def new_timeline(self) -> Timeline:
-        """Returns what counts the seconds of a step on this device, and on its cluster."""
+    @property
+    def alike(self) -> list[DeviceProfile]:
+        """The other devices that choose the kernels of attention that this one has chosen in all steps so far."""
+        return self._functions.alike
+
+    def new_timeline(self, costs: list[OpCost] | None = None) -> Timeline:
+        """Returns what counts the seconds of a step on this device, and on its cluster; ``costs`` gets those of ops."""
         profile = default_cluster(self.machine.name) if self.cluster is None else self.cluster.profile
-        return Timeline(self.machine.op_seconds, profile)
+        if costs is None:
+            return Timeline(self.machine.op_seconds, profile)
+
+        def op_seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+            cost = OpCost.of(func, args, kwargs, result)
+            if cost is None:
+                return 0.0
+            costs.append(cost)
+            return self.machine.seconds(cost)
+
+        return Timeline(op_seconds, profile)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -164,11 +188,11 @@ class FakeDevice:
 class _FunctionOverrides(TorchFunctionMode):
     """Intercepts calls of PyTorch before they become ops, as the CPU's kernels are chosen there."""
 
-    def __init__(self, machine: DeviceProfile, unnamed: torch.device) -> None:
+    def __init__(self, machine: DeviceProfile, unnamed: torch.device, others: Iterable[DeviceProfile]) -> None:
         super().__init__()
+        self.alike = [other for other in others if other.kind == machine.kind and other.rounding == machine.rounding]
         self._own, self._unnamed = SIMULATED if machine.kind == "cuda" else HOST, unnamed
-        self._kernels = machine.attention
-        self._capability = machine.capability or (8, 0)
+        self._machine = machine
         self._is_cuda = machine.kind == "cuda"
         self.autocast_dtypes: dict[torch.dtype, None] = {}
         self._instead: dict[Any, Callable[..., Any]] = {
@@ -251,9 +275,15 @@ class _FunctionOverrides(TorchFunctionMode):
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = AttentionCall(*args, **kwargs)
-        kernels = (name for name in self._kernels if name == "math" or call.is_supported(name, self._capability))
-        run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
+        kernel = _kernel_of(call, self._machine)
+        self.alike = [other for other in self.alike if _kernel_of(call, other) == kernel]
+        run: Callable[[], torch.Tensor] = getattr(call, kernel)
         return run()
+
+
+def _kernel_of(call: AttentionCall, machine: DeviceProfile) -> str:
+    capability = machine.capability or (8, 0)
+    return next((name for name in machine.attention if name == "math" or call.is_supported(name, capability)), "math")
 
 
 def _constructor() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -140,6 +140,31 @@ def side_of(func: Any, args: tuple[Any, ...], result: Any) -> Side:
 def copied_from(func: Any, args: tuple[Any, ...]) -> Any:
     """Returns the tensor, or the tensors, that an op copies, of those that :func:`side_of` finds on a link."""
     return args[0 if func.overloadpacket is _aten._to_copy else 1]
+
+
+class OpCost(NamedTuple):
+    """What an op costs on any device: :meth:`DeviceProfile.seconds` turns it into seconds of one."""
+
+    side: Side
+    num_bytes: int
+    """Read and written; or of a copy over the link those that pass it."""
+    flops: float = 0.0
+    rate: str = ""
+    """The key of the peak rate."""
+    kinds: tuple[str, ...] = ()
+    """The names of the efficiency, of which the first that a profile has counts."""
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpCost | None:
+        """Returns the cost of an op; ``None`` if it runs no kernel."""
+        num_bytes = moved_bytes(func, args, kwargs, result)
+        if num_bytes is None:
+            return None
+        side = side_of(func, args, result)
+        if side in ("in", "out"):
+            return cls(side, bytes_of(copied_from(func, args)))
+        flops = flops_of(func, args, kwargs, result)
+        return cls(side, num_bytes, flops, rate_name(func, args), kinds_of(func)) if flops else cls(side, num_bytes)
 
 
 def bytes_of(values: Any) -> int:

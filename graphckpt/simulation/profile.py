@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.extras import LazyPackage
 from graphckpt.simulation.allocator import round_up
-from graphckpt.simulation.op_costs import (
-    FUSED_KERNELS,
-    bytes_of,
-    copied_from,
-    cuda_temporary_bytes,
-    flops_of,
-    kinds_of,
-    moved_bytes,
-    rate_name,
-    side_of,
-)
+from graphckpt.simulation.op_costs import FUSED_KERNELS, OpCost, cuda_temporary_bytes
 from graphckpt.simulation.profile_files import is_number, names_fix, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes, parse_bytes
 
@@ -120,21 +110,23 @@ class DeviceProfile:
 
     def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
         """Returns the seconds of one op: the longer of its arithmetic and its memory traffic, plus the overhead."""
-        num_bytes = moved_bytes(func, args, kwargs, result)
-        if num_bytes is None:
-            return 0.0
-        if self.kind == "cuda" and (side := side_of(func, args, result)) != "device":
-            if side == "host":
-                return _host().op_seconds(func, args, kwargs, result)
-            rate = self.copy_out if side == "out" else self.copy_in
+        cost = OpCost.of(func, args, kwargs, result)
+        return 0.0 if cost is None else self.seconds(cost)
+
+    def seconds(self, cost: OpCost) -> float:
+        """Returns the seconds of an op of this cost."""
+        side, num_bytes, flops, rate, kinds = cost
+        if self.kind == "cuda" and side == "host":
+            return _host().seconds(cost)
+        if self.kind == "cuda" and side != "device":
+            link = self.copy_out if side == "out" else self.copy_in
             # A link whose rate is not known takes no time.
-            return bytes_of(copied_from(func, args)) / (rate * self.efficiency.get("copy", 1.0)) if rate else 0.0
+            return num_bytes / (link * self.efficiency.get("copy", 1.0)) if link else 0.0
         # A kernel computes while it reads and writes, so that the slower of the two is its time: the roofline model.
         seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
-        flops = flops_of(func, args, kwargs, result)
         if flops:
-            peak = self.flops.get(rate_name(func, args)) or self.flops["float32"]
-            share = next((self.efficiency[kind] for kind in kinds_of(func) if kind in self.efficiency), 1.0)
+            peak = self.flops.get(rate) or self.flops["float32"]
+            share = next((self.efficiency[kind] for kind in kinds if kind in self.efficiency), 1.0)
             seconds = max(seconds, flops / (peak * share))
         return seconds + self.launch_seconds
 
