@@ -448,12 +448,19 @@ class PolicySearch:
         return fitting
 
     def hopeful(self, budget: int) -> PolicyChoice | None:
-        """Returns the fastest choice that fits if it is off by the least of all runs."""
+        """Returns the fastest choice that fits if it is off by the least of all runs, and has not run."""
         choices = []
         for front in self.fronts(rest=self.measured.model.lowest_rest()[:, 1]):
-            parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(budget)) is not None]
-            if len(parts) == len(front):
-                choices.append(self._evaluate(parts))
+            limit = budget
+            for _ in range(_ATTEMPTS):
+                parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(limit)) is not None]
+                if len(parts) < len(front):
+                    break
+                choice = self._evaluate(parts)
+                if choice.key not in self._ran:
+                    choices.append(choice)
+                    break
+                limit = max(peak(chain, plan) for chain, plan in parts) - 1  # the next slower one
         return min(choices, key=_better, default=None)
 
     def nearest(self, budget: int) -> PolicyChoice | None:
