@@ -187,6 +187,7 @@ def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
 
 _CUTS = 16  # positions at which one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each search takes about a second
+_CLOSE = 0.003  # of a budget, by which a plan near to the plain one may seem too large
 _MOST_NEAR = 3  # runs to which plans may be near
 _ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
 
@@ -448,7 +449,10 @@ class PolicySearch:
         return fitting
 
     def hopeful(self, budget: int) -> PolicyChoice | None:
-        """Returns the fastest choice that fits if it is off by the least of all runs, and has not run."""
+        """Returns the fastest choice that fits if predictions are a little too high, and that has not run.
+
+        Those of fronts are off by the least of all runs, and those near to the plain plan by a share of the budget.
+        """
         choices = []
         for front in self.fronts(rest=self.measured.model.lowest_rest()[:, 1]):
             limit = budget
@@ -461,15 +465,26 @@ class PolicySearch:
                     choices.append(choice)
                     break
                 limit = max(peak(chain, plan) for chain, plan in parts) - 1  # the next slower one
+        # No plan of a front is worse than the plain one in bytes and seconds, though a run may have refuted its bytes.
+        limit, saved_bytes = int((1 + _CLOSE) * budget), self.measured.model.saved_bytes
+        plain = self.evaluate((KEEP_NUMBER,) * len(self.measured.names))
+        most_saved = limit - plain.peak + saved_bytes(plain.plan)
+        plans = (plan for plan in self._with_one_change([plain.plan]) if saved_bytes(plan) <= most_saved)
+        choices += [choice for choice in map(self.evaluate, plans) if choice.peak <= limit]
         return min(choices, key=_better, default=None)
 
     def nearest(self, budget: int) -> PolicyChoice | None:
         """Returns the choice that is nearest to fit, of those that differ in one block from the lowest runs."""
-        numbers = range(len(self.measured.options))
         lowest = sorted((c for c in self.ran if not c.runs), key=lambda choice: choice.peak)[:_MOST_NEAR]
-        plans = {(*c.plan[:b], o, *c.plan[b + 1 :]) for c in lowest for b in range(len(c.plan)) for o in numbers}
-        choices = map(self.evaluate, plans.difference(choice.plan for choice in self.ran))
+        choices = map(self.evaluate, self._with_one_change([choice.plan for choice in lowest]))
         return min(choices, key=lambda choice: (max(choice.peak, budget), *_better(choice)), default=None)
+
+    def _with_one_change(self, plans: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Returns the plans that differ from one of these in one block, and under which no step has run."""
+        options = enumerate(self.measured.options)
+        numbers = [n for n, option in options if self._host_budget is None or not option.is_far]
+        changed = {(*plan[:b], o, *plan[b + 1 :]) for plan in plans for b in range(len(plan)) for o in numbers}
+        return [plan for plan in changed if (plan, ()) not in self._ran]
 
     def _with_copies(
         self, budget: int, best: PolicyChoice | None, banned: frozenset[tuple[int, int]]

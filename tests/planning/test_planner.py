@@ -154,6 +154,19 @@ def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Case, Plan
         assert planner.plan(budget) == planner.plan(budget) == again.plan(budget)
 
 
+def test_a_plan_next_to_the_plain_one_is_tried_though_it_seems_a_little_too_large(known: tuple[Case, Planner]) -> None:
+    _, planner = known
+    search, plain = PolicySearch(planner.measured), planner.plain.plan
+    one = [(*plain[:b], o, *plain[b + 1 :]) for b in range(len(plain)) for o in range(1, len(planner.measured.options))]
+    fastest = min(map(search.evaluate, one), key=lambda choice: (choice.seconds, choice.peak))
+    proposed = search.hopeful(int(0.998 * fastest.peak))
+    assert proposed is not None
+    assert proposed.seconds <= fastest.seconds
+    assert proposed.key not in search._ran
+    far = search.hopeful(int(0.99 * fastest.peak))
+    assert far is None or far.peak <= 1.003 * 0.99 * fastest.peak
+
+
 def test_a_check_above_the_budget_counts_however_little(
     planned: tuple[Case, Planner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
