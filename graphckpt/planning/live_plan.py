@@ -6,7 +6,7 @@
     1           every block is recomputed            warm-up; creates the states of optimizers
     2, ...      most blocks are recomputed, some     shows what the other options take: equal blocks of one update
                 have other options                   are compared with each other
-    then        those of the plan                    is measured, and the plan corrected if it is not as predicted
+    then        those of the plan                    is measured; its levels may show a faster plan, or one that fits
     a larger    every block is recomputed            is noticed before its first block runs, and measured; the plan made
     batch                                            after 4, 8, 16, ... updates counts it in; for a Graph in one
                                                      process it is made right after this update
@@ -43,12 +43,13 @@ from graphckpt.planning.options import PlanOptions, budget_bytes, device_memory,
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.plan_step import check_parameters, find_blocks, head_rows
-from graphckpt.planning.planner import corrected
+from graphckpt.planning.planner import CheckedPlan, Dialogue, Planners, corrected
 from graphckpt.planning.rows import PlanRow
-from graphckpt.planning.steps import state_tensors
+from graphckpt.planning.search import PolicyChoice
+from graphckpt.planning.steps import StepRun, state_tensors
 from graphckpt.planning.trace import Blocks
 from graphckpt.planning.update_planner import Candidates, UpdatePlanner, candidates_for_updates
-from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
+from graphckpt.planning.update_table import PlannedUpdate, UpdateKey, UpdateTable, highest_levels
 from graphckpt.progress import Progress
 from graphckpt.training_state import on_optimizer_step
 from graphckpt.tree import tensors_in
@@ -57,7 +58,6 @@ from graphckpt.units import format_sizes
 
 MOST_UPDATES = 8  # until there is a plan that was checked
 _CHECKS = 2  # another plan may run other ops at its peak
-_TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 
 
 # Note [The states of a live plan]
@@ -136,10 +136,8 @@ class LivePlan:
         optimizers: Iterable[Optimizer] | None = None,
     ) -> None:
         _check_options(options)
-        self._model = model
+        self._model, self._options, self._report = model, options, report
         self._budget = check_budget(memory_budget)
-        self._options = options
-        self._report = report
         self._blocks = find_blocks(model, options.select)
         self._policies = _ModulePolicies(model, options) if policies is None else policies
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -177,7 +175,9 @@ class LivePlan:
         """The options of blocks in the next update, until there is a plan."""
         self._turn_sizes: dict[str, int] = {}
         """The largest inputs that they are safe for."""
-        self._chosen: Sequence[int] = self._turn
+        self._dialogue: Dialogue | None = None
+        """Finds the plan; ``None`` until all options have been shown."""
+        self._choice: PolicyChoice | None = None
         """The options of blocks under the plan."""
         self._present: Sequence[int] = self._turn
         """The options of blocks while the plan is not applied."""
@@ -268,7 +268,7 @@ class LivePlan:
         if self.plan is None:
             is_planned = self._plan_first(update)
         else:
-            if update is not None and list(update.options) != list(self._chosen):
+            if update is not None and self._choice is not None and tuple(update.options) != self._choice.plan:
                 self._add_larger(update)
             is_planned = bool(self._checks_left) and self._check(update)
             is_planned = self._plan_anew() or is_planned
@@ -335,7 +335,7 @@ class LivePlan:
         levels = None if meter is None else meter.update()
         if levels is None or not levels.has_backward:
             return None
-        options = list(self._chosen if self._is_applied else self._present)
+        options = list(self._choice.plan if self._is_applied and self._choice is not None else self._present)
         creates_states = self._count_states() != self._num_states
         return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states=creates_states)
 
@@ -368,7 +368,7 @@ class LivePlan:
                 self._turn_sizes = {name: int(room * size) for name, size in planner.key[0]}
                 return False
             try:
-                self._choose(planner, limit)
+                self._begin_dialogue(planner, limit)
             except PlanError:
                 if not self._head.begin_next(planner.plain_peak):
                     raise
@@ -387,36 +387,46 @@ class LivePlan:
         self._report(f"no plan fits; plans with {row.option} on {row.block} from at most {self._most_updates} updates")
 
     def _check(self, update: PlannedUpdate | None) -> bool:
-        """Compares an update under the plan with the prediction; returns whether there is another plan."""
-        plan = self.plan
+        """Tells the dialogue an update under the plan; returns whether there is another plan."""
+        plan, choice, dialogue = self.plan, self._choice, self._dialogue
         assert plan is not None
+        assert choice is not None
+        assert dialogue is not None
         assert self._table is not None
         with planning_group(self._options.group) as group:
-            updates = [each for each in _exchanged(group, update) if list(each.options) == list(self._chosen)]
+            updates = [each for each in _exchanged(group, update) if tuple(each.options) == choice.plan]
             if not updates:
                 return False
             self._checks_left -= 1
             peak = max(each.levels.peak_bytes for each in updates)
-            differences = [
-                each.levels.peak_bytes - self._table.peak(self._chosen, each.key) - plan.correction_bytes
-                for each in updates
-                if each.key in self._table
-            ]
-            off = max(differences, key=abs, default=max(0, peak - plan.predicted_peak_bytes))
-            limit = max(plan.budget_bytes, plan.predicted_peak_bytes)  # the latter if no plan fits
-            exceeds = peak > limit and self._budget != "min"
-            is_close = abs(off) <= _TOLERANCE * plan.predicted_peak_bytes
-            if not exceeds and (is_close or not self._checks_left):  # no update would check a faster plan
-                if any(each.key == self._table.largest for each in updates):  # a smaller batch proves less
-                    self.plan = corrected(plan, off)
-                    self._checks_left = 0
-                return False
+            exceeds = peak > max(plan.budget_bytes, plan.predicted_peak_bytes) and self._budget != "min"
             if exceeds:
                 excess = "a step took {} under a plan for {}".format(*format_sizes(peak, plan.budget_bytes))
                 warnings.warn(f"graphckpt: {excess}; planning again with a correction", stacklevel=5)
-            planner = self._planner(group)
-            self._choose(planner, self._limit(planner, group), plan.correction_bytes + off, or_lowest=True)
-        return True
+            of_largest = [each for each in updates if each.key == self._table.largest]
+            if of_largest:
+                off = max(each.levels.peak_bytes for each in of_largest) - plan.predicted_peak_bytes
+            else:  # a smaller batch proves less: only how much more is needed than predicted for it
+                off = max(each.levels.peak_bytes - self._predicted_peak(each.key, plan) for each in updates)
+                if off <= 0:
+                    return False
+            plan, levels = corrected(plan, off), highest_levels(of_largest)
+            dialogue.tell(choice, CheckedPlan(plan, StepRun(levels, 0.0), plan.predicted_peak_bytes), levels)
+            # No update would check a further plan: then one that has fitted stays.
+            best = None if self._checks_left else dialogue.best
+            best = best or dialogue.ask() or dialogue.best
+            is_best = not exceeds if best is None else best.key == choice.key
+            if not is_best:
+                self._choose(best, plan.headroom_bytes, or_lowest=True)
+            elif of_largest:
+                self.plan, self._checks_left = plan, 0
+        return not is_best
+
+    def _predicted_peak(self, key: UpdateKey, plan: Plan) -> int:
+        """Returns the peak of a smaller update under the plan; of one that is not in the table that of the plan."""
+        assert self._table is not None
+        assert self._choice is not None
+        return self._table.peak(self._choice.plan, key) if key in self._table else plan.predicted_peak_bytes
 
     def _plan_anew(self) -> bool:
         """Plans again if there was a larger batch: at once in a program of one process, else at certain updates."""
@@ -434,7 +444,7 @@ class LivePlan:
             assert self._table is not None
             self._table.add(updates)
             planner = self._planner(group)
-            self._choose(planner, self._limit(planner, group), or_lowest=True)
+            self._begin_dialogue(planner, self._limit(planner, group), or_lowest=True)
         self._num_replans += 1
         self._next_replan = self._num_updates + 2**self._num_replans
         self._checks_left = int(self._options.check)
@@ -447,7 +457,7 @@ class LivePlan:
 
     def _planner(self, group: PlanGroup) -> UpdatePlanner:
         assert self._table is not None
-        names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
+        names = self._names()
         return UpdatePlanner(
             table=self._table,
             removed=[number for number, (name, _) in enumerate(self._blocks) if name not in names],
@@ -472,24 +482,48 @@ class LivePlan:
         limits = group.all_gather([budget_bytes(budget, memory, plain_peak or 0), headroom])
         return _Limit(*map(int, min(limits)))
 
-    def _choose(self, planner: UpdatePlanner, limit: _Limit, correction: int = 0, *, or_lowest: bool = False) -> None:
-        plan, self._chosen = planner.plan(limit.num_bytes, correction, or_lowest=or_lowest)
-        removed = {self._blocks[number][0] for number in planner.removed}
-        rows = (*(row for row in plan.rows if row.block not in removed), *self._head.rows)
-        self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=limit.headroom)
-        self._larger = None
+    def _begin_dialogue(self, planner: UpdatePlanner, limit: _Limit, *, or_lowest: bool = False) -> None:
+        """Chooses the first plan for the updates of the table; raises PlanError if none fits."""
+        margin = planner.margin(limit.num_bytes)
+        self._dialogue = Dialogue(planner.planner, limit.num_bytes, margin=margin, is_cautious=True)
+        self._choose(self._dialogue.ask(), limit.headroom, or_lowest=or_lowest)
+
+    def _choose(self, choice: PolicyChoice | None, headroom: int, *, or_lowest: bool = False) -> None:
+        """Makes the plan of a choice the present one; without a choice that of the lowest peak, or raises PlanError."""
+        dialogue = self._dialogue
+        assert dialogue is not None
+        planner, limit = dialogue.planner, dialogue.limit
+        if choice is None:
+            assert limit is not None
+            choice = planner.floor
+            fault = planner.infeasible(limit, choice.peak)
+            if not or_lowest:
+                raise fault
+            warnings.warn(f"graphckpt: {fault} · using the plan with the lowest peak", stacklevel=5)
+        run, names = dialogue.runs.get(choice.key), self._names()
+        plan = planner.to_plan(choice, choice.peak if limit is None else limit) if run is None else run.plan
+        rows = *(row for row in plan.rows if row.block in names), *self._head.rows
+        front = Planners([planner]).front
+        self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=headroom, front=front)
+        self._choice, self._larger = choice, None
+        self._checks_left *= run is None
         self._remove_policies()
 
     def _apply(self) -> None:
         assert self.plan is not None
         assert self._table is not None
         self._remove_policies()
-        names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
+        names = self._names()
         self._policies.apply({block: fields for block, fields in self.plan.policies.items() if block in names})
         self._is_applied = True
-        limit = max(self.plan.budget_bytes, self.plan.predicted_peak_bytes) - self.plan.correction_bytes
-        fitting = [key for key in self._table.keys if self._table.peak(self._chosen, key) <= limit]
+        assert self._choice is not None
+        limit = max(self.plan.budget_bytes, self.plan.predicted_peak_bytes)
+        fitting = [key for key in self._table.keys if self._table.peak(self._choice.plan, key) <= limit]
         self._safe_sizes = [dict(sizes) for sizes, _ in fitting]
+
+    def _names(self) -> set[str]:
+        """Returns the names of the modules that the program has not taken out of the model."""
+        return {name for name, _ in self._model.named_modules(remove_duplicate=False)}
 
     def _say_progress(self) -> None:
         if callable(self._options.progress):

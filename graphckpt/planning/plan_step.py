@@ -27,7 +27,7 @@ from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.options import PlanOptions, PlanOptionsDict, budget_bytes, lists_options, memory_id
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_in_limit
+from graphckpt.planning.planner import Planner, Planners, plan_in_limit
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import CopyRates, PolicySearch
 from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step, states_of
@@ -164,8 +164,6 @@ def plan_step(
     def choose(planner: Planner, limit: int | None) -> Plan:
         if not options.check:
             return planner.plan(planner.floor.peak if limit is None else limit)
-        if limit is None:
-            return lowest_and_check(planner, step, group)
         return plan_in_limit(planner, step, budget, limit, group)
 
     if isinstance(step, RealStep):

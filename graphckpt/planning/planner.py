@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -83,9 +83,8 @@ class Planner:
     def lowest(self, budget: int) -> Plan:
         return self.to_plan(self.floor, budget)
 
-    def front(self, correction: int = 0) -> list[Plan]:
-        choices = self.search.pareto()
-        return [corrected(self.to_plan(choice, choice.peak + correction), correction) for choice in choices]
+    def front(self) -> list[Plan]:
+        return [self.to_plan(choice, choice.peak) for choice in self.search.pareto()]
 
     def uniform(self) -> dict[str, Plan]:
         options = zip(self.measured.options, self.search.uniform(), strict=True)
@@ -229,11 +228,11 @@ class Planners:
         if not plans:
             raise min(faults, key=lambda row: row[0])[1]
         best = min(plans, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
-        return replace(best, front=lambda: self.front(max(0, best.correction_bytes)))
+        return replace(best, front=self.front)
 
-    def front(self, correction: int = 0) -> list[Plan]:
+    def front(self) -> list[Plan]:
         """Returns the Pareto-optimal plans, lowest peak first."""
-        plans = [plan for planner in self._planners for plan in planner.front(correction)]
+        plans = [plan for planner in self._planners for plan in planner.front()]
         plans.sort(key=lambda plan: (plan.predicted_peak_bytes, plan.predicted_step_seconds))
         seconds = [plan.predicted_step_seconds for plan in plans]
         return [plan for number, plan in enumerate(plans) if seconds[number] < min(seconds[:number], default=inf)]
@@ -243,66 +242,104 @@ _MOST_PROPOSALS = 5  # that run, for a budget
 _GAIN = 0.005  # of the seconds of blocks, for which another plan is tried after one that has fitted
 
 
-def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int, group: PlanGroup) -> Plan:
+@final
+class Dialogue:
+    """Finds the fastest plan for a limit by runs, of a step or in the updates of a training.
+
+    Whoever can run the step asks for a choice, runs under it, and tells what it needed: each run shows how far the
+    predictions for its plan and near ones are off.
+
+    Args:
+        planner: What predicts, and learns from each run.
+        limit: The bytes that a run may need; ``None`` is the lowest possible peak.
+        margin: The bytes of the limit that are left to what has not run.
+        is_cautious: Whether only what should fit is proposed: an update that exceeds the limit cannot be taken back.
+    """
+
+    def __init__(self, planner: Planner, limit: int | None, *, margin: int = 0, is_cautious: bool = False) -> None:
+        self.planner = planner
+        self.limit = limit
+        self._margin = margin
+        self._is_cautious = is_cautious
+        self._candidates: dict[PolicyKey, PolicyChoice] = {}
+        self.runs: dict[PolicyKey, CheckedPlan] = {}
+
+    @property
+    def best(self) -> PolicyChoice | None:
+        """The fastest choice that has run and needs at most the limit; without a limit the one that needs least."""
+        if self.limit is None:
+            return min(self._candidates.values(), key=lambda c: self.runs[c.key].needed_bytes, default=None)
+        fitting = (c for c in self._candidates.values() if self.runs[c.key].needed_bytes <= self.limit)
+        return min(fitting, key=lambda c: self.runs[c.key].seconds, default=None)
+
+    def tell(self, choice: PolicyChoice, run: CheckedPlan, levels: LevelLog, *, is_candidate: bool = True) -> None:
+        """Takes in a run under a choice, with those levels of it that are the same for all processes."""
+        self.runs[choice.key] = run
+        if is_candidate:
+            self._candidates[choice.key] = choice
+        self.planner.search.add_run(choice, run.needed_bytes - run.gap_bytes, levels)
+
+    def ask(self) -> PolicyChoice | None:
+        """Returns what may fit and be faster than the best one, and has not run; ``None`` if nothing may."""
+        if len(self.runs) >= _MOST_PROPOSALS:
+            return None
+        search, best, limit = self.planner.search, self.best, self.limit
+        limit_seconds = inf
+        proposals: list[Callable[[], PolicyChoice | None]]
+        if limit is None:
+            # Where a prediction was too low, the next one may be lower; where it was too high, this plan stays the
+            # lowest.
+            proposals = [lambda: search.floor]
+        else:
+            gaps = [self._margin + run.gap_bytes for run in self.runs.values()] or [self._margin]
+            limit_seconds = inf if best is None else (1 - _GAIN) * best.seconds
+            # From what should fit to what fits only if predictions are too high, each computed where it is needed.
+            proposals = [lambda: search.fastest(limit - gaps[-1])]
+            if not self._is_cautious:
+                proposals.append(lambda: search.hopeful(limit - min(gaps)))
+                if best is None:
+                    proposals[1:1] = [lambda: search.floor]
+                    proposals.append(lambda: search.nearest(limit - gaps[-1]))
+        for propose in proposals:
+            choice = propose()
+            if choice is not None and choice.seconds < limit_seconds and choice.key not in self.runs:
+                return choice
+        return None
+
+
+def plan_in_limit(
+    planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int | None, group: PlanGroup
+) -> Plan:
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes, which follow from ``budget``.
 
-    The step of each process runs under what is proposed. Each run shows how far the predictions for its plan and near
-    ones are off, and the fastest of the runs that fit is returned. On an absent device with a caching allocator what
-    it has to reserve counts. The gaps between its blocks are another share of the peak for each plan, so those of the
-    last run are expected in the next one.
+    Without a limit it is the plan with the lowest peak. The step of each process runs under what is proposed, and the
+    best of the runs is returned. On an absent device with a caching allocator what it has to reserve counts. The gaps
+    between its blocks are another share of the peak for each plan, so those of the last run are expected in the next
+    one.
     """
-    of_reserved = isinstance(step, FakeStep) and step.limits_reserved(budget)
-    search, runs = planner.search, dict[PolicyKey, CheckedPlan]()
-    best: PolicyChoice | None = None
-    while len(runs) < _MOST_PROPOSALS and (choice := _proposal(search, limit, best, runs)) is not None:
-        plan = planner.to_plan(choice, limit)
-        most_reserved = limit if of_reserved else 0
+    of_reserved = limit is not None and isinstance(step, FakeStep) and step.limits_reserved(budget)
+    dialogue = Dialogue(planner, limit)
+    while (choice := dialogue.ask()) is not None:
+        plan = planner.to_plan(choice, choice.peak if limit is None else limit)
+        most_reserved = limit if limit is not None and of_reserved else 0
         run = run_under(plan, planner.model, step, group, planner.blocks, most_reserved=most_reserved)
-        runs[choice.key] = run
-        search.add_run(choice, run.needed_bytes - run.gap_bytes, group.levels(run.run.levels))
         # Less memory may be enough where all of it is not, as the allocator splits other blocks then.
-        fits = run.needed_bytes <= limit and not (of_reserved and run.plan.predicted_reserved_bytes > limit)
-        if fits and (best is None or run.seconds < runs[best.key].seconds):
-            best = choice
-    if best is not None:
-        return runs[best.key].plan
+        waits = run.plan.predicted_reserved_bytes > most_reserved > 0
+        dialogue.tell(choice, run, group.levels(run.run.levels), is_candidate=not waits)
+    runs = dialogue.runs
+    if (best := dialogue.best) is not None:
+        plan = runs[best.key].plan
+        return (
+            plan if limit is not None else replace(plan, budget_bytes=max(plan.budget_bytes, plan.predicted_peak_bytes))
+        )
+    assert limit is not None
     # Better a step that waits for the allocator than none.
     waiting = [run for run in runs.values() if of_reserved and 0 < run.plan.predicted_reserved_bytes <= limit]
     if waiting:
         return min(waiting, key=lambda run: run.seconds).plan
     lowest = min(run.needed_bytes for run in runs.values())
-    peaks = [choice.peak for choice in search.ran if choice.peak > limit]  # a smaller one is refuted
+    peaks = [choice.peak for choice in planner.search.ran if choice.peak > limit]  # a smaller one is refuted
     raise planner.infeasible(limit, min([lowest, *peaks]), of_reserved=of_reserved)
-
-
-def _proposal(
-    search: PolicySearch, limit: int, best: PolicyChoice | None, runs: Mapping[PolicyKey, CheckedPlan]
-) -> PolicyChoice | None:
-    """Returns what may fit and be faster than ``best``, the fastest choice that has fitted; ``None``: nothing may."""
-    limit_seconds = inf if best is None else (1 - _GAIN) * best.seconds
-    gaps = [run.gap_bytes for run in runs.values()] or [0]
-    # From what should fit to what fits only if predictions are too high, each computed where it is needed.
-    proposals = [lambda: search.fastest(limit - gaps[-1]), lambda: search.hopeful(limit - min(gaps))]
-    if best is None:
-        proposals[1:1] = [lambda: search.floor]
-        proposals.append(lambda: search.nearest(limit - gaps[-1]))
-    for propose in proposals:
-        choice = propose()
-        if choice is not None and choice.seconds < limit_seconds and choice.key not in runs:
-            return choice
-    return None
-
-
-def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
-    """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
-    search, runs = planner.search, dict[PolicyKey, CheckedPlan]()
-    # Where a prediction was too low, the next one may be lower; where it was too high, this plan stays the lowest.
-    while len(runs) < _MOST_PROPOSALS and (choice := search.floor).key not in runs:
-        plan = planner.to_plan(choice, choice.peak)
-        run = runs[choice.key] = run_under(plan, planner.model, step, group, planner.blocks)
-        search.add_run(choice, run.needed_bytes, group.levels(run.run.levels))
-    lowest = min(runs.values(), key=lambda run: run.needed_bytes).plan
-    return replace(lowest, budget_bytes=max(lowest.budget_bytes, lowest.predicted_peak_bytes))
 
 
 @final

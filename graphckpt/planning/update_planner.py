@@ -1,10 +1,9 @@
-"""Chooses the options of the next updates of a training: ones that are not known yet, and then the fastest plan."""
+"""Chooses the options of the next updates of a training, which show what is not known yet, and predicts from them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 from typing import final
@@ -17,9 +16,8 @@ from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.options import PlanOptions
-from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planner, Planners, corrected
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.update_table import UpdateKey, UpdateTable
@@ -196,6 +194,10 @@ class UpdatePlanner:
             return 1.0
         return sqrt(max(1.0, (limit - start) / max(1, self.table.peak(turn) - start)))
 
+    def margin(self, limit: int | None) -> int:
+        """Returns the bytes of a limit that plans leave free, as long as not all is read from the largest update."""
+        return 0 if limit is None or self.is_exact else int(_MARGIN * limit)
+
     @cached_property
     def planner(self) -> Planner:
         """The planner of the largest update as a measured step."""
@@ -223,34 +225,6 @@ class UpdatePlanner:
         )
         search = PolicySearch(measured, host_budget=self.options.host_bytes, joins=False)
         return Planner(search, options=self.options, model=self.model, device=self.device, is_of_training=True)
-
-    def plan(self, budget: int | None, correction: int = 0, *, or_lowest: bool = False) -> tuple[Plan, tuple[int, ...]]:
-        """Returns the fastest plan for ``budget`` bytes, ``None`` being the lowest possible peak, and its options.
-
-        Args:
-            budget: The bound of the peak.
-            correction: By how many bytes predictions are raised.
-            or_lowest: Whether the plan with the lowest peak is returned if none fits, with a warning.
-
-        Raises:
-            PlanError: No plan fits.
-        """
-        planner = self.planner
-        if budget is None:
-            choice, correction = planner.floor, max(0, correction)
-            budget = choice.peak + correction
-        else:
-            limit = budget - correction - (0 if self.is_exact else int(_MARGIN * budget))
-            # Times of a training vary: another policy may seem to be as fast as `keep`.
-            plain = planner.plain if self.is_plain_known and planner.plain.peak <= limit else None
-            choice = plain or planner.search.fastest(limit) or planner.floor
-            if choice.peak > limit:
-                fault = planner.infeasible(budget, choice.peak + correction)
-                if not or_lowest:
-                    raise fault
-                warnings.warn(f"graphckpt: {fault} · using the plan with the lowest peak", stacklevel=2)
-        plan = corrected(planner.to_plan(choice, budget), correction)
-        return replace(plan, front=lambda: Planners([planner]).front(correction)), choice.plan
 
     def _moved_bytes(self, block: int, number: int) -> int:
         """Returns the bytes that a block offloads: how much less it retains than without."""

@@ -134,6 +134,16 @@ class PlannedUpdate:
         return cls(UpdateLevels.from_message(levels), options, sizes_by_name, creates_states)
 
 
+def highest_levels(updates: Sequence[PlannedUpdate]) -> LevelLog:
+    """Returns the levels of an update, as those of the processes that have run it are at their highest."""
+    levels: dict[Interval, LevelSpan] = {}
+    for update in updates:
+        for interval, span in update.levels.spans.items():
+            own = LevelSpan(*(update.levels.start_bytes + each for each in span))
+            levels[interval] = LevelSpan(*map(max, own, levels.get(interval, own)))
+    return levels
+
+
 UpdateKey: TypeAlias = "tuple[InputSizes, tuple[int, ...]]"
 """Updates of one key have calls of the same sizes in the same order."""
 
@@ -177,7 +187,7 @@ class UpdateTable:
         """The key of the updates that call most of the blocks, and of these the one that takes most under ``full``."""
         if self._largest is None:
             full = [self.base_option] * len(self.classes)
-            self._largest = max(self._updates, key=lambda key: (len(set(key[1])), self.peak(full, key)))
+            self._largest = max(self._updates, key=lambda key: (len(set(key[1])), self.levels(key).peak(full)))
         return self._largest
 
     @property
@@ -211,8 +221,13 @@ class UpdateTable:
         )
 
     def peak(self, plan: Sequence[int], key: UpdateKey | None = None) -> int:
-        """Returns the most live bytes of an update, for the number of the option of each block."""
-        return self.levels(key).peak(plan)
+        """Returns the most live bytes of an update, for the number of the option of each block.
+
+        What updates of the largest size were off by under plans counts for smaller ones too.
+        """
+        is_smaller = key is not None and key != self.largest
+        off = max(0, int(self.levels().rest(plan)[:, 1].max())) if is_smaller else 0
+        return self.levels(key).peak(plan) + off
 
     def levels(self, key: UpdateKey | None = None) -> LevelTable:
         """Returns the levels of an update under any plan, by default those of the largest one.
@@ -252,12 +267,13 @@ class UpdateTable:
     def seconds(self, block: int, option: int) -> tuple[float, float]:
         """Returns the seconds of all forwards of a block in the largest update, and of all backwards.
 
-        No option is faster than ``keep``.
+        No option is as fast as ``keep``, which has the lead of a millionth: times of a training vary.
         """
         calls = zip(self._kinds(self._updates[self.largest][0]), self.largest[1], strict=True)
         parts = [self._full_seconds(self.largest[0], kind) for kind, called in calls if called == block]
         forward, backward = sum(pair[0] for pair in parts), sum(pair[1] for pair in parts)
         total = (forward + backward) * max(self._speed(self.classes[block], each) for each in (option, 0))
+        total *= 1.000001 if option else 1
         return min(forward, total), max(0.0, total - forward)
 
     @property

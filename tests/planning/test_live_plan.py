@@ -21,8 +21,7 @@ from graphckpt.errors import PlanError
 from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.planner import corrected
-from graphckpt.planning.update_planner import UpdatePlanner
+from graphckpt.planning.planner import Dialogue, corrected
 
 
 class Loop:
@@ -111,9 +110,42 @@ def test_no_faster_plan_is_tried_where_no_update_would_check_it(monkeypatch: pyt
     first = loop.live.plan
     loop.live.plan = corrected(first, 40_000)
     loop.live._checks_left = 1
-    monkeypatch.setattr(UpdatePlanner, "plan", lambda *_, **__: pytest.fail("it was planned again"))
+    monkeypatch.setattr(Dialogue, "ask", lambda _: pytest.fail("it was planned again"))
     assert loop.updates(256) == [False]
     assert loop.live.plan == first
+    loop.live.close()
+
+
+class Holder(Loop):
+    """Holds a tensor of some KiB during each update, of another size since there is a plan."""
+
+    def __init__(self, budget: Budget, before: int, since: int) -> None:
+        super().__init__(budget)
+        self.before, self.since = before, since
+
+    def step(self, size: int) -> None:
+        held = torch.ones(self.before if self.live.plan is None else self.since, 256)
+        super().step(size)
+        del held
+
+
+@pytest.mark.filterwarnings("ignore:graphckpt. a step took .* planning again with a correction:UserWarning")
+@pytest.mark.parametrize(("before", "since", "warnings"), [(0, 30, 1), (40, 0, 0)], ids=["more", "less"])
+def test_an_update_that_is_not_as_predicted_leads_to_the_plan_that_fits_best(
+    before: int, since: int, warnings: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    direct = Holder(450_000, since, since)
+    direct.updates(*[256] * 9)
+    direct.live.close()
+    loop = Holder(450_000, before, since)
+    loop.updates(*[256] * 9)
+    assert loop.live.is_settled
+    plan = loop.live.plan
+    assert len([each for each in recwarn if "planning again" in str(each.message)]) == warnings
+    assert len(plan.policies) == len(direct.live.plan.policies)
+    assert loop.peak(256) == plan.predicted_peak_bytes <= plan.budget_bytes
+    own = [each for each in plan.front() if each.policies == plan.policies]
+    assert {each.predicted_peak_bytes for each in own} <= {plan.predicted_peak_bytes}, "counted in once"
     loop.live.close()
 
 

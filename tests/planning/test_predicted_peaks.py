@@ -31,7 +31,7 @@ from graphckpt.planning.levels import KEEP_NUMBER, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.planner import Planner, lowest_and_check, plan_in_limit
+from graphckpt.planning.planner import Planner, plan_in_limit
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
 from graphckpt.planning.steps import RealStep, peak_of
@@ -101,7 +101,7 @@ def test_predicted_is_tracked(architecture: Architecture) -> None:
         # no sampled run has joined blocks: what is recomputed is taken from the rows of kept ones
         lowest = -OFF_JOINED.get(architecture.name, 0.01) * really
         assert lowest <= choice.peak - really <= 0.02 * really, plan
-    low, high = lowest_and_check(planner, real, PlanGroup()).predicted_peak_bytes, planner.plain.peak
+    low, high = plan_in_limit(planner, real, "min", None, PlanGroup()).predicted_peak_bytes, planner.plain.peak
     for budget in (low, (2 * low + high) // 3, (low + 2 * high) // 3, high):
         found = plan_in_limit(planner, real, budget, budget, PlanGroup())
         assert tracked(found.policies) == found.predicted_peak_bytes <= budget, found.rows
