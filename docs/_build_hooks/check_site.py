@@ -31,6 +31,7 @@ WORDS = {
     "--resume": "training.html",
     "OOM": "howto/cuda_out_of_memory.html",
     "CUDA out of memory": "howto/cuda_out_of_memory.html",
+    "out of memory": "howto/cuda_out_of_memory.html",
     "OutOfMemoryError": "howto/cuda_out_of_memory.html",
     "batch size": "howto/fit.html",
     "memory budget": "planning.html",
