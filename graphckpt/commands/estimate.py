@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.commands.common import add_command, add_json, device_help, options_of, print_result
 from graphckpt.errors import ConfigError
+from graphckpt.ledger.table import show
 from graphckpt.progress import CommandProgress
 from graphckpt.search.trainer_lines import TRAINERS
 from graphckpt.simulation.profile_files import profile_path
 
 if TYPE_CHECKING:
     from graphckpt.commands.common import Commands
+    from graphckpt.config.model_layouts import LayoutRanking
+    from graphckpt.search.estimate_options import EstimateOptions
+    from graphckpt.search.estimate_result import Estimate
 
 _EPILOG = """\
 examples:
@@ -21,6 +25,7 @@ examples:
   graphckpt estimate ./my_model --device rtx4090 --quantization nf4-double --lora 16 --lora-targets all-linear
   graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
   graphckpt estimate google-t5/t5-large --cards --batch 16
+  graphckpt estimate meta-llama/Llama-2-13b-hf --device h100 --world-size 64 --nodes 8 --optimizer adamw-fused
   graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
 
 MODEL is a folder with a config.json, that file, or the name of a Transformers model in its cache or on the hub. Weights
@@ -32,7 +37,7 @@ exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
 _OPTIONS = (("estimate_options", "EstimateOptions"), ("finetune_options", "FineTuneOptions"))
 _METAVARS = {
     "batch": "N", "seq": "TOKENS", "dtype": "TYPE", "autocast": "TYPE", "lora": "RANK", "policy": "RULE",
-    "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N", "lora_targets": "NAMES",
+    "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N", "nodes": "N", "lora_targets": "NAMES",
     "lora_dtype": "TYPE", "lora_dropout": "P",
 }  # fmt: skip
 
@@ -76,10 +81,45 @@ def add_estimate(commands: Commands) -> None:
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
+    options = _checked_options(parsed)
+    if parsed.cards:
+        from graphckpt.search.cards import compare_cards  # noqa: PLC0415 - takes seconds
+
+        with CommandProgress() as progress:
+            batch = None if parsed.batch is None else options.batch
+            table = compare_cards(parsed.model, options, batch, progress.begin)
+        print_result(table, parsed)
+        return 0
+    from graphckpt.search.estimate import estimate_model  # noqa: PLC0415
+
+    ranking: LayoutRanking | None = None
+    with CommandProgress() as progress:
+        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
+        if options.world_size is not None and options.world_size > 1:
+            ranking = _layouts(parsed, options, estimate, progress)
+    if parsed.save is not None:
+        estimate.save(parsed.save)
+    lines = None if parsed.trainer is None else estimate.lines(parsed.trainer)
+    if parsed.json:
+        values = estimate.to_dict() | ({} if lines is None else {"trainer": parsed.trainer, "lines": lines})
+        values |= {} if ranking is None else {"layouts": ranking.to_dict()}
+        print(json.dumps(values, indent=1), file=parsed.stdout)
+        return 0
+    estimate.explain()
+    if ranking is not None:
+        show(ranking.renderables())
+    if parsed.save is not None:
+        print(f"graphckpt.apply(model, {parsed.save!r})")
+    if lines is not None:
+        print(f"\n# {parsed.trainer}\n{lines}")
+    return 0
+
+
+def _checked_options(parsed: argparse.Namespace) -> EstimateOptions:
+    """Returns the options of the step. All that takes no seconds of imports is checked before what takes them."""
     from graphckpt.search.estimate_options import EstimateOptions  # noqa: PLC0415
     from graphckpt.search.trainer_lines import check_trainer  # noqa: PLC0415
 
-    # All that takes no seconds of imports is checked before what takes them.
     if parsed.device is None and not parsed.cards:
         fix = "--device h100, or --cards for a table of all devices"
         raise ConfigError(f"--device: expected a device profile, got nothing · fix: {fix}")
@@ -96,28 +136,21 @@ def _estimate(parsed: argparse.Namespace) -> int:
         profile_path("cluster", options.cluster)
     if parsed.trainer is not None:
         check_trainer(parsed.trainer)
-    if parsed.cards:
-        from graphckpt.search.cards import compare_cards  # noqa: PLC0415
+    return options
 
-        with CommandProgress() as progress:
-            batch = None if parsed.batch is None else options.batch
-            table = compare_cards(parsed.model, options, batch, progress.begin)
-        print_result(table, parsed)
-        return 0
-    from graphckpt.search.estimate import estimate_model  # noqa: PLC0415
 
-    with CommandProgress() as progress:
-        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
-    if parsed.save is not None:
-        estimate.save(parsed.save)
-    lines = None if parsed.trainer is None else estimate.lines(parsed.trainer)
-    if parsed.json:
-        values = estimate.to_dict() | ({} if lines is None else {"trainer": parsed.trainer, "lines": lines})
-        print(json.dumps(values, indent=1), file=parsed.stdout)
-        return 0
-    estimate.explain()
-    if parsed.save is not None:
-        print(f"graphckpt.apply(model, {parsed.save!r})")
-    if lines is not None:
-        print(f"\n# {parsed.trainer}\n{lines}")
-    return 0
+def _layouts(
+    parsed: argparse.Namespace, options: EstimateOptions, estimate: Estimate, progress: CommandProgress
+) -> LayoutRanking:
+    from graphckpt.config.model_layouts import rank_layouts  # noqa: PLC0415 - takes seconds
+    from graphckpt.search.estimate import network_of  # noqa: PLC0415
+    from graphckpt.simulation.profile import load_profile  # noqa: PLC0415
+
+    machine = load_profile(parsed.device)
+    if options.memory is not None:
+        machine = machine.with_memory(options.memory)
+    network = network_of(options, machine)
+    assert network is not None
+    fitting = [policy.seconds for policy in estimate.policies.values() if policy.fits]
+    seconds = fitting[0] if fitting else None  # with everything kept, if that fits
+    return rank_layouts(parsed.model, machine, network, options, simulated_seconds=seconds, begin=progress.begin)

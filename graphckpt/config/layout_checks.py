@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphckpt.blocks.select import marked_layers
+from graphckpt.blocks.select import layers, marked_layers
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.errors import ConfigError
 from graphckpt.search.layouts import Layout, StateBytes, crosses_nodes
@@ -25,6 +25,7 @@ from graphckpt.train.output import Report
 from graphckpt.train.parallel.pipeline import Stages, tied_weights
 from graphckpt.train.parallel.tensor_parallel import divisible_plan, sharded_weights
 from graphckpt.train.settings import TrainConfig, ZeroConfig
+from graphckpt.train.tasks.base import Task
 from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
@@ -36,42 +37,76 @@ _ALL: Stages = (("",),)  # of one stage, which is the model
 
 @final
 class LayoutChecks:
-    """Checks layouts of a config, whose model and optimizer are on fake tensors, as in one process.
+    """Checks layouts of a training, whose model and optimizer are on fake tensors, as in one process.
 
     Args:
-        run: the config.
-        machine: the device.
-        network: the nodes and the links between them.
-        limit_bytes: the memory of a rank.
-        stays_in_node: whether tensor parallelism beyond a node is ruled out.
+        train: The settings, of one process.
+        task: The task.
+        model: The model, on fake tensors.
+        states: The bytes of each parameter by its id, after an update.
+        num_tokens: Those of a sample.
+        machine: The device.
+        network: The nodes and the links between them.
+        limit_bytes: The memory of a rank.
+        stays_in_node: Whether tensor parallelism beyond a node is ruled out.
     """
 
     def __init__(
         self,
+        train: TrainConfig,
+        task: Task,
+        model: nn.Module,
+        states: Mapping[int, StateBytes],
+        num_tokens: int,
+        *,
+        machine: DeviceProfile,
+        network: ClusterProfile,
+        limit_bytes: int,
+        stays_in_node: bool = True,
+    ) -> None:
+        self._train = train
+        self._sizes = train.sizes
+        self._task = task
+        self._model: Any = model
+        self._states = states
+        self._num_tokens = num_tokens
+        self._machine = machine
+        self._network = network
+        self._limit_bytes = limit_bytes
+        self._stays_in_node = stays_in_node
+        self._layers = frozenset(marked_layers(model) or layers(model))
+        self._width: int = getattr(getattr(model, "config", None), "hidden_size", 0)
+
+    @classmethod
+    def of(
+        cls,
         run: RunConfig,
         machine: DeviceProfile,
         network: ClusterProfile,
         limit_bytes: int,
         *,
         stays_in_node: bool = True,
-    ) -> None:
-        self._train = run.train
-        self._sizes = run.train.sizes
-        self._machine = machine
-        self._network = network
-        self._limit_bytes = limit_bytes
-        self._stays_in_node = stays_in_node
-        self._task: Any = run.task()
-        data = run.data().open(self._task, seed=run.train.seed, report=Report.silent()).train
+    ) -> LayoutChecks:
+        """Returns the checks of layouts of a config."""
+        task: Any = run.task()
+        data = run.data().open(task, seed=run.train.seed, report=Report.silent()).train
         sample = next(iter(data.batch(np.zeros(1, np.int64)).values()))
-        self._num_tokens = prod(sample.shape[1:2])  # of a sample
         fake = FakeDevice(machine)
         with attribute_errors("model, task", "making the model"), fake.building():
-            self._model: Any = self._task.prepare(model_of(run))
+            model: Any = task.prepare(model_of(run))
         with fake:
-            self._states = _states_of(self._model, optimizer_of(run, self._model, machine.kind))
-        self._layers = frozenset(marked_layers(self._model))
-        self._width: int = getattr(getattr(self._model, "config", None), "hidden_size", 0)
+            states = states_of_parameters(model, [optimizer_of(run, model, machine.kind)])
+        return cls(
+            run.train,
+            task,
+            model,
+            states,
+            prod(sample.shape[1:2]),  # tokens of a sample
+            machine=machine,
+            network=network,
+            limit_bytes=limit_bytes,
+            stays_in_node=stays_in_node,
+        )
 
     @property
     def global_batch(self) -> int:
@@ -127,6 +162,10 @@ class LayoutChecks:
             sharded = f" before ZeRO {layout.zero_stage}" if layout.zero_stage else ""
             memory = format_bytes(self._limit_bytes)
             yield f"states of {format_bytes(needed)} on a rank that has {memory}: {parts}{sharded}"
+
+    def needed_bytes(self, layout: Layout) -> int:
+        """Returns the bytes of states that are alive at the same time on a rank, at least."""
+        return self._least_bytes(layout, self._states_of_rank(layout))
 
     def equal_stages(self, layout: Layout) -> list[tuple[int, ...]]:
         """Returns the numbers of the pipeline stages, those with equal layers together, and the last one alone.
@@ -214,17 +253,18 @@ class LayoutChecks:
         return total
 
 
-def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[int, StateBytes]:
-    """Returns the bytes of each parameter by its id, after an update."""
+def states_of_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[int, StateBytes]:
+    """Returns the bytes of each parameter by its id, after an update of a model on fake tensors."""
     weights: Sequence[nn.Parameter] = list(model.parameters())
     for weight in weights:
         # An optimizer creates its states in its first step, for weights with a gradient. The tensors are fake: no
         # memory.
         weight.grad = torch.empty_like(weight) if weight.requires_grad else None
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     sizes = {}
     for weight in weights:
-        states = [optimizer.state[weight]] if weight in optimizer.state else []
+        states = [optimizer.state[weight] for optimizer in optimizers if weight in optimizer.state]
         num_bytes = weight.numel() * weight.element_size()
         of_optimizer = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(states))
         sizes[id(weight)] = StateBytes(num_bytes, num_bytes if weight.requires_grad else 0, of_optimizer)

@@ -86,7 +86,7 @@ def compare_layouts(
     changes, own_options, report = list(overrides), dict(options or {}), progress or (lambda _: None)
     report("loading the config and its model")
     with ConfigSource(config_file, changes).checked() as settings:
-        checks = LayoutChecks(settings, machine, network, limit, stays_in_node=layouts is None)
+        checks = LayoutChecks.of(settings, machine, network, limit, stays_in_node=layouts is None)
         section = settings.train.activation_checkpoint
 
     def run(layout: Layout) -> LayoutRow:

@@ -11,6 +11,7 @@ from typing import Any, Never, final
 import torch
 from torch import nn
 
+from graphckpt._compat import local_shard
 from graphckpt._compat_fake import is_on_host
 from graphckpt.budget import Budget, check_budget
 from graphckpt.engine.sampling import without_value_checks
@@ -31,7 +32,8 @@ from graphckpt.search.estimate_result import Estimate, PolicyEstimate
 from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.search.search import Report, Search, reporting
 from graphckpt.search.trainer_lines import TrainingSetup
-from graphckpt.simulation.fake_cluster import simulated_rank
+from graphckpt.simulation.cluster_profile import ClusterProfile
+from graphckpt.simulation.fake_cluster import cluster_of, simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.simulation.quantized import num_parameters, quantized_phrase
@@ -39,6 +41,7 @@ from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
 _PLAIN = "no checkpointing"
+_UNEVEN = 1.1  # times an equal share of the weights, from which on a note says why
 
 
 def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
@@ -63,6 +66,7 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     memory_budget: Budget = "max",
     memory: int | str | None = None,
     world_size: int | None = None,
+    nodes: int | None = None,
     cluster: str | None = None,
     task: str | None = None,
     progress: bool | None = None,
@@ -104,6 +108,8 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         world_size: The number of ranks, on such a device each, over which FSDP2 shards the model: each layer, and the
             rest. The figures are those of one rank. ``None`` is one process without it. With ``autocast``, FSDP2
             gathers the weights in that type, and reduces gradients in float32.
+        nodes: With ``world_size``: the nodes that the ranks are on, equally many on each. ``None`` is as many as the
+            cluster profile needs.
         cluster: With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of
             collectives. ``None`` is the one of the device.
         task: ``"causal-lm"``, ``"seq2seq-lm"``, ``"masked-lm"``, ``"sequence-classification"``,
@@ -144,6 +150,7 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         memory_budget=memory_budget,
         memory=memory,
         world_size=world_size,
+        nodes=nodes,
         cluster=cluster,
         task=task,
     )
@@ -170,7 +177,8 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     begin("reading the config of the model")
     source = read_model(model, options)
     begin(f"building {source.architecture}")
-    with simulated_rank(options.world_size, None, machine, options.cluster) as simulated, step_errors(source):
+    network = network_of(options, machine)
+    with simulated_rank(options.world_size, None, machine, network) as simulated, step_errors(source):
         fake = FakeDevice(machine, is_padded=False, cluster=simulated)
         with fake.building():
             module, step_fn, optimizers = source.make(machine.kind)
@@ -203,6 +211,8 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         notes.append(f"the temporaries of the update set the peak · fix: {fused}")
     if last.fits:
         notes += runs.notes
+    if options.world_size is not None:
+        notes += _uneven_note(module, options.world_size)
     return Estimate(
         model=source.name,
         architecture=source.architecture,
@@ -225,6 +235,38 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         notes=tuple(notes),
         setup=_setup_of(source, model, runs.layers),
     )
+
+
+def network_of(options: EstimateOptions, machine: DeviceProfile) -> ClusterProfile | None:
+    """Returns the nodes of the ranks and the links between them; ``None`` for one process."""
+    if options.world_size is None:
+        return None
+    network = cluster_of(options.cluster, machine)
+    if options.nodes is None:
+        return network
+    return replace(network, ranks_per_node=options.world_size // options.nodes)
+
+
+def _uneven_note(model: nn.Module, world_size: int) -> Iterator[str]:
+    """Yields a note where FSDP2 leaves much more than a share of the weights on rank 0, which is simulated."""
+    weights = {name: (weight, local_shard(weight.data)) for name, weight in model.named_parameters()}
+    numel = sum(weight.numel() for weight, _ in weights.values())
+    local = sum((weight if shard is None else shard).numel() for weight, shard in weights.values())
+    if local < _UNEVEN * numel / world_size:
+        return
+    uneven = {
+        name: weight for name, (weight, shard) in weights.items() if weight.shape and weight.shape[0] % world_size
+    }
+    largest = max(uneven, key=lambda name: uneven[name].numel(), default=None)
+    if largest is not None:
+        rows = uneven[largest].shape[0]
+        num_holders = -(-rows // -(-rows // world_size))
+        share = f"1/{numel / local:.3g}"
+        yield (
+            f"rank 0 has {share} of the weights, not 1/{world_size}: FSDP2 shards by rows, and {largest} has {rows}, "
+            f"which {num_holders} of {world_size} ranks have · fix: fully_shard(..., shard_placement_fn=lambda weight: "
+            "Shard(1)) for these"
+        )
 
 
 def _fixes(source: PretrainedModel, *, are_states_too_large: bool) -> list[str]:

@@ -23,7 +23,7 @@ _CHOICES = {
     "dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS,
     "quantization": QUANTIZATIONS, "lora_dtype": DTYPES,
 }  # fmt: skip
-_COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8}  # each with an example
+_COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8, "nodes": 2}  # each with an example
 _ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -61,6 +61,9 @@ class EstimateOptions(FineTuneOptions):
     world_size: int | None = None
     """The number of ranks, on such a device each, over which FSDP2 shards the model. ``None`` is one process without
     it. With ``autocast``, FSDP2 gathers the weights in that type, and reduces gradients in float32."""
+    nodes: int | None = None
+    """With ``world_size``: the nodes that the ranks are on, equally many on each. ``None`` is as many as the cluster
+    profile needs."""
     cluster: str | None = None
     """With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of
     collectives. ``None`` is the one of the device."""
@@ -136,10 +139,14 @@ class EstimateOptions(FineTuneOptions):
             size = self.named("world_size")
             what = f"expected one process, got {size} {self.world_size}: FSDP2 of quantized weights is not simulated"
             yield f"{self.named('quantization')}: {what} · fix: leave {size} out"
-        if self.cluster is not None and self.world_size is None:
-            size = self.named("world_size")
-            fix = self.setting("world_size", 8)
-            yield f"{self.named('cluster')}: expected {size} with it, got {self.cluster!r} alone · fix: {fix}"
+        for name in ("cluster", "nodes"):
+            if (value := getattr(self, name)) is not None and self.world_size is None:
+                what = f"expected {self.named('world_size')} with it, got {value!r} alone"
+                yield f"{self.named(name)}: {what} · fix: {self.setting('world_size', 8)}"
+        counts = self.nodes, self.world_size
+        if all(isinstance(count, int) and count > 0 for count in counts) and counts[1] % counts[0]:  # type: ignore[operator]
+            what = f"expected a number that divides {self.named('world_size')} {self.world_size}, got {self.nodes}"
+            yield f"{self.named('nodes')}: {what} · fix: {self.setting('nodes', 1)}"
         try:
             check_budget(self.memory_budget)
         except ConfigError as error:

@@ -583,6 +583,84 @@ class TestRanks:
         assert "FSDP2 over 8 ranks" in " ".join(shown.split())
 
 
+class TestLayouts:
+    """``--world-size`` on the command line: also the layouts over the ranks."""
+
+    WORDS = ("--device", "h100", "--batch", "2", "--policy", "keep")
+
+    def values_of(self, folder: str, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+        assert main(["estimate", folder, *self.WORDS, *words, "--json"]) == 0
+        values: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return values
+
+    def test_layouts_are_ranked_beside_what_was_simulated(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = folder_of(CONFIGS["causal-lm"], tmp_path)
+        values = self.values_of(folder, capsys, "--world-size", "4")
+        layouts = values["layouts"]
+        rows = {row["layout"]: row for row in layouts["rows"]}
+        assert layouts["samples"] == 8
+        # 2 layers, 4 heads, and 2 of keys and values.
+        assert set(rows) == {
+            "dp=4", "dp=4 zero=2", "dp=4 zero=3", "dp=2 tp=2", "dp=2 tp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 pp=2",
+        }  # fmt: skip
+        assert rows["dp=4 zero=3"]["seconds"] == pytest.approx(values["policies"]["keep"]["seconds"])
+        seconds = [float(f"{row['seconds']:.3g}") for row in layouts["rows"]]
+        assert seconds == sorted(seconds)
+        states = 4 * values["num_parameters"] * 4
+        assert rows["dp=4"]["states_bytes"] == pytest.approx(states, rel=0.01)
+        assert rows["dp=4 zero=3"]["states_bytes"] == pytest.approx(states / 4, rel=0.01)
+        parts = values["weight_bytes"] + values["gradient_bytes"] + values["optimizer_bytes"]
+        assert parts == pytest.approx(states / 4, rel=0.1)  # the simulated one, with what the allocator rounds up
+        reasons = {each["layout"]: each["reason"] for each in layouts["ruled_out"]}
+        assert "the model has 2 layers" in reasons["pp=4"]
+        assert main(["estimate", folder, *self.WORDS, "--world-size", "4"]) == 0
+        printed = capsys.readouterr().out
+        assert "layouts of 4 ranks on one node, by arithmetic, 8 samples in an update:" in printed
+        assert max(map(len, printed.splitlines())) <= 80
+
+    def test_more_nodes_take_more_time_and_rule_tensor_parallelism_out(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = folder_of(CONFIGS["causal-lm"], tmp_path)
+        one, two = (self.values_of(folder, capsys, "--world-size", "2", "--nodes", nodes) for nodes in ("1", "2"))
+        assert one["policies"]["keep"]["seconds"] < two["policies"]["keep"]["seconds"]
+        assert one["policies"]["keep"]["allocated_bytes"] == two["policies"]["keep"]["allocated_bytes"]
+        assert {row["layout"] for row in one["layouts"]["rows"]} - {
+            row["layout"] for row in two["layouts"]["rows"]
+        } == {"tp=2"}
+        assert any("1 ranks in a node" in note for note in two["notes"])
+
+    def test_images_have_no_pipeline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        values = self.values_of(folder_of(CONFIGS["image-classification"], tmp_path), capsys, "--world-size", "2")
+        assert {"layout": "pp=2", "reason": "a pipeline of image-classification is not known"}.items() <= next(
+            each for each in values["layouts"]["ruled_out"] if each["layout"] == "pp=2"
+        ).items()
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"nodes": 2}, "nodes: expected world_size with it, got 2 alone · fix: world_size=8"),
+            ({"nodes": 3, "world_size": 8}, "nodes: expected a number that divides world_size 8, got 3 · fix: nodes=1"),
+            ({"nodes": 0, "world_size": 8}, "nodes: expected a positive int, got 0"),
+        ],
+    )
+    def test_nodes(self, options: dict[str, Any], text: str) -> None:
+        assert text in fault_of("nobody/nothing", **options)
+
+    def test_a_note_says_where_the_weights_of_a_rank_are_more_than_its_share(self) -> None:
+        config = MixtralConfig(**SIZES, num_key_value_heads=2, vocab_size=256, num_local_experts=4)
+        one, other = (
+            graphckpt.estimate(config, device="h100", seq=64, policy="keep", world_size=size) for size in (4, 8)
+        )
+        assert not any("of the weights" in note for note in one.notes)
+        (note,) = (note for note in other.notes if "of the weights" in note)
+        assert other.weight_bytes > 1.3 * one.weight_bytes / 2
+        assert "not 1/8: FSDP2 shards by rows, and model.layers.0.mlp.experts.gate_up_proj has 4" in note
+        assert "which 4 of 8 ranks have · fix: fully_shard(..., shard_placement_fn=" in note
+
+
 def test_an_estimate_shows_as_html_and_in_one_line() -> None:
     assert "<table" in estimated()._repr_html_()
     assert "<table" in estimated(policy="selective")._repr_html_()

@@ -41,7 +41,7 @@ def checks_of(
 ) -> LayoutChecks:
     machine = H100.with_memory(memory)
     with ConfigSource(config, [*SMALL[config], *SIZES, *words]).checked() as run:
-        return LayoutChecks(run, machine, load_cluster(cluster), machine.memory_bytes)
+        return LayoutChecks.of(run, machine, load_cluster(cluster), machine.memory_bytes)
 
 
 def test_all_layouts_have_the_world_size() -> None:
