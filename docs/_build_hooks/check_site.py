@@ -34,6 +34,7 @@ WORDS = {
     "out of memory": "howto/cuda_out_of_memory.html",
     "OutOfMemoryError": "howto/cuda_out_of_memory.html",
     "batch size": "howto/fit.html",
+    "QLoRA": "howto/finetuning.html",
     "memory budget": "planning.html",
 }
 """Words that readers search for, and the page that has to be the first one found."""
