@@ -34,11 +34,15 @@ are not loaded, the code of a model is not run, and no tensor allocates memory. 
 exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
 """
 
-_OPTIONS = (("estimate_options", "EstimateOptions"), ("finetune_options", "FineTuneOptions"))
+_OPTIONS = (
+    ("estimate_options", "EstimateOptions"),
+    ("finetune_options", "FineTuneOptions"),
+    ("loop_options", "LoopOptions"),
+)
 _METAVARS = {
     "batch": "N", "seq": "TOKENS", "dtype": "TYPE", "autocast": "TYPE", "lora": "RANK", "policy": "RULE",
     "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N", "nodes": "N", "lora_targets": "NAMES",
-    "lora_dtype": "TYPE", "lora_dropout": "P",
+    "lora_dtype": "TYPE", "lora_dropout": "P", "accumulation": "N",
 }  # fmt: skip
 
 

@@ -129,6 +129,9 @@ def compare_cards(model: Any, options: EstimateOptions, batch: int | None, begin
         ConfigError: The model does not exist, or an option cannot be used.
     """
     require(EXTRA, "transformers", "yaml", "numpy", "networkx")
+    if options.accumulation > 1:
+        name, value = options.named("accumulation"), options.accumulation
+        raise ConfigError(f"--cards: expected one batch a step, got {name} {value} · fix: leave it out")
     for name, default in (("world_size", None), ("memory", None), ("memory_budget", "max")):
         if (value := getattr(options, name)) != default:
             what = f"expected one process with all memory of each device, got {options.setting(name, value)}"
@@ -231,7 +234,9 @@ def _assumptions(source: PretrainedModel) -> Iterator[str]:
         yield f"frozen weights in {options.quantization}"
     if options.lora is not None:
         yield f"LoRA of rank {options.lora}"
-    yield "one process, no gradient clipping, no accumulation"
+    if options.loss != "model":
+        yield f"the loss of {options.loss}"
+    yield f"one process, {'gradients clipped' if options.clip else 'no gradient clipping'}, no accumulation"
 
 
 def _parts_of(table: CardTable) -> Iterator[RenderableType]:

@@ -29,7 +29,7 @@ from graphckpt.rules.basic import Joined, Keep
 from graphckpt.search.adapters import lora_phrase
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate, PolicyEstimate
-from graphckpt.search.pretrained import EXTRA, PretrainedModel, read_model, step_errors
+from graphckpt.search.pretrained import EXTRA, TRACED, PretrainedModel, read_model, step_errors
 from graphckpt.search.search import Report, Search, reporting
 from graphckpt.search.trainer_lines import TrainingSetup
 from graphckpt.simulation.cluster_profile import ClusterProfile
@@ -62,6 +62,9 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     lora_dropout: float = 0.0,
     dora: bool = False,
     rslora: bool = False,
+    loss: str = "model",
+    accumulation: int = 1,
+    clip: bool = False,
     policy: str | None = None,
     memory_budget: Budget = "max",
     memory: int | str | None = None,
@@ -74,7 +77,7 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
 ) -> Estimate:
     """Estimates the memory and the time of a training step of a Transformers model, from its config.
 
-    The step is forward with labels, backward, the update and ``zero_grad``, without gradient clipping. It is simulated
+    The step is forward with labels, backward, the update and ``zero_grad``. It is simulated
     with every layer kept, with every layer recomputed, and under the best plan for the device. No tensor allocates
     memory, weights are not loaded, and custom code of the model is never run.
 
@@ -86,7 +89,8 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         seq: Tokens of each sample. ``None`` is 2048, or all positions of a model that has fewer.
         dtype: The type of the weights, such as ``"bfloat16"``. ``None`` is that of the config, else ``float32``.
         autocast: The type of ``torch.autocast``, such as ``"bfloat16"``. ``None`` is without autocast.
-        attention: ``"sdpa"`` or ``"eager"``. ``None`` is the default of Transformers for the model.
+        attention: ``"sdpa"``, ``"eager"``, ``"flash"`` (FlashAttention-2) or ``"flex"``. ``None`` is the default
+            of Transformers for the model.
         optimizer: PyTorch's ``"adamw"``, ``"adamw-fused"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``
             and ``"muon"``; bitsandbytes' ``"adamw-8bit"``, ``"paged-adamw-8bit"`` and ``"paged-adamw-32bit"``;
             torchao's ``"torchao-adamw-8bit"``, ``"torchao-adamw-4bit"`` and ``"adamw-offload"`` (on the host);
@@ -102,6 +106,10 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         lora_dropout: The dropout before the adapters.
         dora: Train magnitudes beside the adapters, as in DoRA.
         rslora: Scale adapters by the square root of their rank.
+        loss: The loss of a causal language model: ``"model"`` for its own, ``"trl"`` for TRL's in chunks, ``"liger"``
+            for Liger's fused linear cross entropy.
+        accumulation: Micro-batches of ``batch`` samples whose gradients are accumulated before an update.
+        clip: Clip gradients by their norm before the update.
         policy: One policy for all layers, such as ``"full"``, in place of the best plan.
         memory_budget: What the best plan may take, as in :func:`graphckpt.plan`.
         memory: The memory of the device in place of its profile's, in bytes or as ``"24GiB"``.
@@ -146,6 +154,9 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         lora_dropout=lora_dropout,
         dora=dora,
         rslora=rslora,
+        loss=loss,
+        accumulation=accumulation,
+        clip=clip,
         policy=policy,
         memory_budget=memory_budget,
         memory=memory,
@@ -183,11 +194,15 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         with fake.building():
             module, step_fn, optimizers = source.make(machine.kind)
         with frozen_objects(), without_value_checks():
-            runs = _Runs(module, FakeStep(fake, module, step_fn, optimizers), begin, options.policy)
+            step = FakeStep(
+                fake, module, step_fn, optimizers, num_micro_batches=options.accumulation, num_traced=TRACED
+            )
+            runs = _Runs(module, step, begin, options.policy)
             columns = runs.under_best_plan(budget) if options.policy is None else runs.under(options.policy)
-    tokens = None if source.seq is None else source.seq * options.batch  # of an encoder-decoder, its inputs'
+    samples = options.batch * options.accumulation
+    tokens = None if source.seq is None else source.seq * samples  # of an encoder-decoder, its inputs'
     policies = {
-        name: PolicyEstimate.of(plan, runs.measured, machine, samples=options.batch, tokens=tokens, title=title)
+        name: PolicyEstimate.of(plan, runs.measured, machine, samples=samples, tokens=tokens, title=title)
         for name, (title, plan) in columns.items()
     }
     parameters = list(module.parameters())
@@ -402,6 +417,12 @@ def _bytes_on(machine: DeviceProfile, tensors: Iterable[torch.Tensor]) -> int:
     return sum(map(machine.rounded, sizes.values()))
 
 
+_LOSSES = {
+    "trl": "the chunked loss of TRL, over tiles of 4096 tokens and 32768 entries of the vocabulary",
+    "liger": "the fused linear cross entropy of Liger, which computes gradients in forward",
+}
+
+
 def _assumptions(source: PretrainedModel, step: FakeStep, model: nn.Module) -> Iterator[str]:
     options = source.options
     default = "" if options.dtype or source.config.dtype else " (the default)"
@@ -411,7 +432,11 @@ def _assumptions(source: PretrainedModel, step: FakeStep, model: nn.Module) -> I
     yield from step.assumptions
     if options.fused_backward:
         yield "each weight updated in backward, as soon as its gradient is complete"
-    yield "no gradient clipping, no accumulation"
+    clipping = "gradients clipped by their norm" if options.clip else "no gradient clipping"
+    batches = f"{options.accumulation} micro-batches of {options.batch} a step"
+    yield f"{clipping}, {batches if options.accumulation > 1 else 'no accumulation'}"
+    if options.loss != "model":
+        yield _LOSSES[options.loss]
     if options.world_size is not None:
         gathered = "" if options.autocast is None else f", gathered in {options.autocast}, gradients reduced in float32"
         yield f"FSDP2 over {options.world_size} ranks, each layer sharded and resharded after forward{gathered}"

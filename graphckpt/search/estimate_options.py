@@ -10,20 +10,22 @@ from typing import Any, Literal, Self, final
 from graphckpt.budget import check_budget
 from graphckpt.errors import ConfigError, bullets, did_you_mean, nearest
 from graphckpt.search.finetune_options import OPTIMIZER_ALIASES, OPTIMIZERS, QUANTIZATIONS, FineTuneOptions
+from graphckpt.search.loop_options import LOSSES, LoopOptions
 from graphckpt.units import parse_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 AUTOCAST = ("bfloat16", "float16")
-ATTENTION = ("sdpa", "eager")
+ATTENTION = ("sdpa", "eager", "flash", "flex")
+ATTENTION_ALIASES = {"flash_attention_2": "flash", "flash_attention": "flash", "flex_attention": "flex"}
 TASKS = (
     "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "token-classification", "question-answering",
     "image-classification",
 )  # fmt: skip
 _CHOICES = {
     "dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS,
-    "quantization": QUANTIZATIONS, "lora_dtype": DTYPES,
+    "quantization": QUANTIZATIONS, "lora_dtype": DTYPES, "loss": LOSSES,
 }  # fmt: skip
-_COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8, "nodes": 2}  # each with an example
+_COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8, "nodes": 2, "accumulation": 4}  # each with an example
 _ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -31,7 +33,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(FineTuneOptions):
+class EstimateOptions(FineTuneOptions, LoopOptions):
     """The training step to estimate: the keyword arguments of :func:`graphckpt.estimate`, and the command's flags.
 
     >>> EstimateOptions(batch=4, dtype="bfloat16").batch
@@ -50,7 +52,8 @@ class EstimateOptions(FineTuneOptions):
     autocast: str | None = None
     """The type of ``torch.autocast``: ``"bfloat16"`` or ``"float16"``. ``None`` is without autocast."""
     attention: str | None = None
-    """``"sdpa"`` or ``"eager"``, as ``attn_implementation`` of Transformers. ``None`` is its default for the model."""
+    """``"sdpa"``, ``"eager"``, ``"flash"`` or ``"flex"``, as ``attn_implementation`` of Transformers. ``None`` is its
+    default for the model."""
     policy: str | None = None
     """One policy for all layers, such as ``"full"`` or ``"selective"``, in place of the best plan."""
     memory_budget: int | float | str = "max"
@@ -80,6 +83,8 @@ class EstimateOptions(FineTuneOptions):
                 object.__setattr__(self, name, _SHORT.get(name_of_type, name_of_type))
         if self.autocast is not None and self.autocast.lower() in _OFF:
             object.__setattr__(self, "autocast", None)
+        if self.attention in ATTENTION_ALIASES:
+            object.__setattr__(self, "attention", ATTENTION_ALIASES[self.attention])
         optimizer = str(self.optimizer).lower().replace("_", "-")
         object.__setattr__(self, "optimizer", OPTIMIZER_ALIASES.get(optimizer, optimizer))
         faults = list(self._faults())
@@ -120,7 +125,7 @@ class EstimateOptions(FineTuneOptions):
     def _faults(self) -> Iterator[str]:
         for name, example in _COUNTS.items():
             value = getattr(self, name)
-            is_default = value is None and name != "batch"
+            is_default = value is None and name not in ("batch", "accumulation")
             is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _ENDLESS
             if not is_default and not is_count:
                 fix = self.setting(name, example)
@@ -133,7 +138,8 @@ class EstimateOptions(FineTuneOptions):
                 fix = self.setting(name, guesses[0]) if guesses else "use one of these"
                 guess = did_you_mean(str(value), choices)
                 yield f"{self.named(name)}: expected {expected}, got {value!r}{guess} · fix: {fix}"
-        for name, what, other, example in self._finetune_faults():
+        faults = (*self._finetune_faults(), *self._loop_faults(fused_backward=self.fused_backward))
+        for name, what, other, example in faults:
             yield f"{self.named(name)}: {what} · fix: {self.setting(other, example)}"
         if self.quantization is not None and self.world_size is not None:
             size = self.named("world_size")

@@ -25,6 +25,8 @@ from graphckpt.extras import require
 from graphckpt.search.adapters import with_lora
 from graphckpt.search.estimate_options import TASKS, EstimateOptions
 from graphckpt.search.optimizers import optimizers_for
+from graphckpt.simulation.attention_kernels import ATTENTION_NAMES, register_attention
+from graphckpt.simulation.losses import fuse_head
 from graphckpt.simulation.quantized import quantize
 
 EXTRA: Final = "estimate"
@@ -33,6 +35,8 @@ _SECONDS = 5  # to ask the hub for the file once: `hf_hub_download` tries to rea
 _SEQ = 2048  # tokens, if neither an option nor the model says otherwise
 _IMAGE = 224  # pixels, for configs without a size, such as those of convolutional networks
 _IMAGES = "image-classification"
+TRACED: Final = 2
+"""The most micro-batches that a simulated step runs; more are like the last one."""
 
 _TASKS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "causal-lm": ("CAUSAL_LM", "AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel")),
@@ -117,6 +121,9 @@ class PretrainedModel:
 
     def check(self) -> None:
         """Raises a ConfigError for options that would fail in the step, or have no effect."""
+        if self.options.loss != "model" and self.task != "causal-lm":
+            what = f"expected 'model' for {self.task}, got {self.options.loss!r}"
+            raise ConfigError(f"{self.options.named('loss')}: {what} · fix: {self.options.setting('loss', 'model')}")
         seq, positions = self.options.seq, self._positions
         if self.task == _IMAGES and seq is not None:
             height, width = self.image_size
@@ -145,6 +152,8 @@ class PretrainedModel:
             ConfigError: Transformers, PEFT or PyTorch refuses the config or an option.
         """
         model = self._build()
+        if self.options.loss != "model":
+            fuse_head(model, self.options.loss, self.name)
         if self.options.quantization is not None:
             quantize(model, self.options.quantization)
         if self.options.lora is not None:
@@ -155,12 +164,18 @@ class PretrainedModel:
         in_backward = self.options.fused_backward
         optimizers = optimizers_for(model, self.options.optimizer, in_backward=in_backward)
         inputs = self.inputs() if inputs is None else inputs
+        trained = [one for one in model.parameters() if one.requires_grad]
         autocast = None if self.options.world_size is not None else self.options.autocast
 
         def step() -> None:
-            with nullcontext() if autocast is None else torch.autocast(device_type, getattr(torch, autocast)):
-                loss = model(**inputs).loss
-            loss.backward()
+            for _ in range(min(self.options.accumulation, TRACED)):
+                with nullcontext() if autocast is None else torch.autocast(device_type, getattr(torch, autocast)):
+                    loss = model(**inputs).loss
+                    if self.options.accumulation > 1:
+                        loss = loss / self.options.accumulation
+                loss.backward()
+            if self.options.clip:
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not in_backward:
                 for optimizer in optimizers:
                     optimizer.step()
@@ -178,22 +193,30 @@ class PretrainedModel:
             text.pad_token_id = 0  # a batch needs one, and no byte depends on it
         auto = getattr(transformers, self.auto_class)
         settings: dict[str, Any] = {"dtype": self.dtype, "trust_remote_code": False}
-        if self.options.attention is not None:
-            settings["attn_implementation"] = self.options.attention
+        attention = self.options.attention
+        if attention is not None:
+            settings["attn_implementation"] = ATTENTION_NAMES.get(attention, attention)
+        if attention in ATTENTION_NAMES:
+            register_attention()
         try:
             model: nn.Module = auto.from_config(self.config, **settings)
         except GraphckptError:
             raise
         except Exception as error:
-            if self.options.attention is not None and "attention" in str(error):
-                other = "eager" if self.options.attention == "sdpa" else "sdpa"
-                what = f"{self.architecture} does not have {self.options.attention!r}"
+            if attention is not None and "attention" in str(error):
+                other = "eager" if attention == "sdpa" else "sdpa"
+                what = f"{self.architecture} does not have {attention!r}"
                 name, fix = self.options.named("attention"), self.options.setting("attention", other)
                 raise ConfigError(f"{name}: {what} · fix: {fix}") from error
             what = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(
                 f"{self.name}: expected a config of {self.architecture}, got {what} · fix: correct it"
             ) from error
+        has_kernel = getattr(model, "_supports_flash_attn" if attention == "flash" else "_supports_flex_attn", True)
+        if attention in ATTENTION_NAMES and not has_kernel:
+            what = f"{self.architecture} does not have {attention!r}"
+            name, other = self.options.named("attention"), "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+            raise ConfigError(f"{name}: {what} · fix: {self.options.setting('attention', other)}")
         return model
 
     def inputs(self) -> dict[str, torch.Tensor]:

@@ -151,6 +151,10 @@ def trainer_lines(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]
     if options.fused_backward:
         name = options.named("fused_backward")
         raise ConfigError(f"--for {trainer}: {name} has no lines of a trainer · fix: leave {name} out")
+    loss = {"trl": "trl", "liger": "transformers"}.get(options.loss, trainer)
+    if loss != trainer:
+        what = f"{options.setting('loss', options.loss)} has no lines of {trainer}"
+        raise ConfigError(f"--for {trainer}: {what} · fix: --for {loss}")
     if options.quantization is not None and setup.model is None:
         raise ConfigError(f"--for {trainer}: quantized weights are those of a model · fix: name the model")
     if trainer == "trl" and setup.task != "causal-lm":
@@ -191,14 +195,20 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     yield f"optimizer = {name}([p for p in model.parameters() if p.requires_grad]{keywords})"
     yield f"loader = torch.utils.data.DataLoader(dataset, batch_size={options.batch}{_of_tokens(setup)}"
-    yield "for batch in loader:"
+    is_plain = options.accumulation == 1
+    yield "for batch in loader:" if is_plain else "for number, batch in enumerate(loader, 1):"
     yield "    batch = {name: value.to('cuda') for name, value in batch.items()}"
     if options.autocast is None or is_sharded:
         yield "    loss = model(**batch).loss"
     else:
         yield f"    with torch.autocast('cuda', dtype=torch.{options.autocast}):"
         yield "        loss = model(**batch).loss"
-    yield "    loss.backward()"
+    yield "    loss.backward()" if is_plain else f"    (loss / {options.accumulation}).backward()"
+    if not is_plain:
+        yield f"    if number % {options.accumulation}:"
+        yield "        continue"
+    if options.clip:
+        yield "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
     yield "    optimizer.step()"
     yield "    optimizer.zero_grad()"
 
@@ -237,7 +247,8 @@ def _trl(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Ite
     yield f"    max_length={setup.seq},"
     yield "    gradient_checkpointing=False,  # graphckpt recomputes; TRL's default is True"
     yield ")"
-    yield "# SFTTrainer computes the loss in chunks, which takes less memory than the model's own loss of the estimate"
+    if setup.options.loss != "trl":
+        yield "# SFTTrainer computes the loss in chunks, which takes less memory than the model's own loss here"
     yield "trainer = SFTTrainer("
     yield "    model=model,"
     yield "    args=arguments,"
@@ -281,7 +292,8 @@ def _lightning(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) 
     mixed = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
     precision = pure[setup.dtype] if options.autocast is None else mixed[options.autocast]
     yield f"loader = torch.utils.data.DataLoader(dataset, batch_size={options.batch}{_of_tokens(setup)}"
-    settings = f"devices=1, precision={precision!r}, accumulate_grad_batches=1"
+    settings = f"devices=1, precision={precision!r}, accumulate_grad_batches={options.accumulation}"
+    settings += ", gradient_clip_val=1.0" if options.clip else ""
     yield f"trainer = Trainer({settings}{_callback(setup, policies)})"
     yield "trainer.fit(Training(model), loader)"
 
@@ -364,7 +376,8 @@ def _class_names(setup: TrainingSetup, *others: str) -> str:
 
 def _model(setup: TrainingSetup, *, adds_lora: bool = True) -> Iterator[str]:
     attention = setup.options.attention
-    settings = f"dtype={setup.dtype!r}" + ("" if attention is None else f", attn_implementation={attention!r}")
+    name = {"flash": "flash_attention_2", "flex": "flex_attention"}.get(attention or "", attention)
+    settings = f"dtype={setup.dtype!r}" + ("" if attention is None else f", attn_implementation={name!r}")
     if setup.model is None:
         yield f"model = {setup.auto_class}.from_config(config, {settings})"
     else:
@@ -383,12 +396,14 @@ def _arguments(setup: TrainingSetup) -> Iterator[str]:
     options = setup.options
     yield "    output_dir='output',"
     yield f"    per_device_train_batch_size={options.batch},"
-    yield "    gradient_accumulation_steps=1,"
+    yield f"    gradient_accumulation_steps={options.accumulation},"
     if options.optimizer in _OPTIM:
         yield f"    optim={_OPTIM[options.optimizer]!r},"
     for dtype, name in _MIXED.items():
         yield f"    {name}={options.autocast == dtype},"
-    yield "    max_grad_norm=0.0,  # the estimate is without clipping"
+    yield f"    max_grad_norm={'1.0,' if options.clip else '0.0,  # the estimate is without clipping'}"
+    if options.loss == "liger":
+        yield "    use_liger_kernel=True,  # which fuses other layers too"
     if options.world_size is not None:
         classes = list(setup.layer_classes)
         yield "    fsdp=True,"

@@ -23,6 +23,10 @@ def _update(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> No
     del written, read
 
 
+def _add_product(one: torch.Tensor, other: torch.Tensor, sums: torch.Tensor) -> None:
+    del one, other, sums
+
+
 def _dequantize(weight: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     del scales
     return weight.new_empty(shape, dtype=dtype)
@@ -34,6 +38,8 @@ def _quantize_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 update = _define("update(Tensor(a!)[] written, Tensor[] read) -> ()", _update)
 """One kernel that reads all of these tensors and writes the first ones, as a fused step of an optimizer does."""
+add_product = _define("add_product(Tensor one, Tensor other, Tensor(a!) sums) -> ()", _add_product)
+"""Adds the product of two matrices to a third one, which may be of another type."""
 dequantize = _define("dequantize(Tensor weight, Tensor scales, int[] shape, ScalarType dtype) -> Tensor", _dequantize)
 """Unpacks a quantized tensor into a new one."""
 quantize_rows = _define("quantize_rows(Tensor matrix) -> (Tensor, Tensor)", _quantize_rows)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from graphckpt._compat_fake import is_on_host
+from graphckpt.simulation import kernel_ops
 from graphckpt.simulation.allocator import round_up
 
 _aten = torch.ops.aten
@@ -82,6 +83,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     # Of the two ops that are called most: the formula of PyTorch, in a twentieth of its time.
     if packet in _PRODUCTS:
         return float(2 * result.numel() * args[0].shape[-1])
+    if packet is kernel_ops.add_product:
+        return float(2 * prod(args[0].shape) * args[1].shape[-1])
     if packet in _CONVOLUTION:
         return _convolution_flops(packet, args, result)
     formula = flop_registry.get(packet)

@@ -415,7 +415,7 @@ class TestErrors:
             ),
             ({"dtype": "bf8"}, "dtype: expected float32, bfloat16 or float16, got 'bf8'"),
             ({"autocast": torch.float64}, "autocast: expected bfloat16 or float16, got 'float64'"),
-            ({"attention": "flash_attention_2"}, "attention: expected sdpa or eager"),
+            ({"attention": "flash_attention_9"}, "attention: expected sdpa, eager, flash or flex"),
             ({"task": "poetry"}, "task: expected causal-lm, seq2seq-lm"),
             ({"policy": "fulll"}, "policy: expected a rule, got 'fulll' · did you mean 'full'?"),
             ({"memory_budget": "24XB"}, "memory_budget: '24XB': unknown unit"),

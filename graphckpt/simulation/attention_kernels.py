@@ -1,0 +1,68 @@
+"""FlashAttention-2 and FlexAttention of Transformers for simulated steps, whose kernels need a GPU.
+
+Both save query, key, value, the result and the log-sum-exp of each row, as PyTorch's own flash kernel does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from graphckpt.errors import ConfigError
+from graphckpt.simulation.cuda_kernels import AttentionCall
+
+ATTENTION_NAMES: Final = {"flash": "graphckpt_fused", "flex": "graphckpt_flex"}
+"""By the option: the name among the attention functions of Transformers, which looks for "flash" in it."""
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def register_attention() -> None:
+    """Adds both to the attention functions of Transformers. They get no mask: every row is one whole sequence."""
+    from transformers import AttentionInterface  # noqa: PLC0415 - takes seconds
+
+    AttentionInterface.register(ATTENTION_NAMES["flash"], _flash)
+    AttentionInterface.register(ATTENTION_NAMES["flex"], _flex)
+
+
+def _call(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, settings: dict[str, Any]
+) -> AttentionCall:
+    if settings.get("position_bias") is not None:
+        raise ConfigError(
+            "attention: expected attention without a bias of positions, which flash and flex are not simulated with "
+            "· fix: attention='sdpa'"
+        )
+    is_causal = settings.get("is_causal")
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return AttentionCall(query, key, value, None, dropout, is_causal, settings.get("scaling"), enable_gqa=True)
+
+
+def _flash(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    dropout: float = 0.0, **settings: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    del attention_mask
+    if query.dtype is torch.float32 and not torch.is_autocast_enabled("cpu"):  # as Transformers, after norms in float32
+        dtype = next((p.dtype for p in module.parameters() if p.dtype in _HALF), query.dtype)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    call = _call(module, query, key, value, dropout, settings)
+    if call.query.dtype not in _HALF or call.query.shape[-1] > 256:
+        got = f"{str(call.query.dtype).removeprefix('torch.')} and heads of {call.query.shape[-1]}"
+        what = f"FlashAttention takes float16 or bfloat16 and heads of at most 256, got {got}"
+        raise ConfigError(f"attention: {what} · fix: autocast='bfloat16', or attention='sdpa'")
+    return call.flash().transpose(1, 2).contiguous(), None
+
+
+def _flex(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    dropout: float = 0.0, **settings: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    del attention_mask, dropout  # which FlexAttention does not have
+    call = _call(module, query, key, value, 0.0, settings)
+    if call.query.dtype in _HALF:
+        return call.flash().transpose(1, 2).contiguous(), None
+    groups = call.query.shape[1] // call.key.shape[1]
+    if groups > 1:  # the kernel that stands in for it has none
+        call.key, call.value = (t.repeat_interleave(groups, dim=1) for t in (call.key, call.value))
+    return call.efficient().transpose(1, 2).contiguous(), None

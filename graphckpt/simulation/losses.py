@@ -1,0 +1,129 @@
+"""Losses of TRL and Liger for simulated steps: they multiply by the head themselves, a chunk of tokens at a time.
+
+After the code of TRL 1.16 (``ChunkedLogProbFunction``) and of Liger (``fused_linear_cross_entropy``), whose kernels
+need a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphckpt.errors import ConfigError
+from graphckpt.simulation import kernel_ops
+
+_TOKENS, _VOCABULARY = 4096, 32768  # a tile of TRL: `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`
+_STATISTICS = 7  # of each token, in float32
+
+
+class HeadWeight(nn.Module):
+    """Has the weight of a head, and returns its input, which the loss multiplies."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.weight = head.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def fuse_head(model: Any, kind: str, name: str) -> None:
+    """Gives a causal language model of Transformers a loss of :data:`LOSSES`, in place of its head and its own loss.
+
+    Raises:
+        ConfigError: The head has a bias, or the model changes the logits.
+    """
+    head = model.get_output_embeddings()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if head is None or getattr(head, "bias", None) is not None or cap is not None:
+        what = "a head without a bias, whose logits the loss gets as they are"
+        raise ConfigError(f"loss: {name}: expected {what}, for {kind!r} · fix: loss='model'")
+    model.set_output_embeddings(HeadWeight(head))
+    model.loss_function = partial(_loss, LOSSES[kind], head.weight)
+
+
+def _loss(
+    function: type[torch.autograd.Function], weight: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, *_: Any,
+    **__: Any,
+) -> Any:  # fmt: skip
+    return function.apply(logits.reshape(-1, logits.shape[-1]), weight, labels.reshape(-1))
+
+
+class _Liger(torch.autograd.Function):
+    """Computes the gradients in forward, and keeps them. The logits of a chunk take about as much as all inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        (rows, width), vocabulary = hidden.shape, weight.shape[0]
+        chunk = min(rows, 1 << (-(-rows // -(-vocabulary // width)) - 1).bit_length())
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = torch.zeros_like(weight) if weight.requires_grad else None
+        losses = hidden.new_zeros(rows, dtype=torch.float32)
+        in_place = hidden.dtype is weight.dtype
+        buffer = hidden.new_empty(chunk, vocabulary) if in_place else None
+        for start in range(0, rows, chunk):
+            part = hidden[start : start + chunk]
+            logits = part @ weight.t() if buffer is None else torch.mm(part, weight.t(), out=buffer[: len(part)])
+            kernel_ops.update([logits, losses[start : start + chunk]], [labels[start : start + chunk]])
+            if in_place:
+                torch.mm(logits, weight, out=hidden_grad[start : start + chunk])
+            else:
+                hidden_grad[start : start + chunk] = logits @ weight
+            if weight_grad is not None:
+                kernel_ops.add_product(logits.t(), part, weight_grad)
+            del logits, part
+        del buffer
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return *ctx.saved_tensors, None
+
+
+class _Trl(torch.autograd.Function):
+    """Computes tiles of logits in forward, and once more in backward, with gradients in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        statistics = [hidden.new_zeros(hidden.shape[0], dtype=torch.float32) for _ in range(_STATISTICS)]
+        buffer = _tile(hidden, ctx.dtype)
+        for tokens in range(0, hidden.shape[0], _TOKENS):
+            part = hidden[tokens : tokens + _TOKENS].to(ctx.dtype)
+            for entry in range(0, weight.shape[0], _VOCABULARY):
+                columns = weight[entry : entry + _VOCABULARY].to(ctx.dtype)
+                tile = torch.mm(part, columns.t(), out=buffer[: len(part), : len(columns)])
+                kernel_ops.update([statistics[0]], [tile, labels])
+        total, *_, targets = statistics
+        normalizer = total + targets.log()
+        ctx.save_for_backward(hidden, weight, labels, normalizer)
+        return (targets - normalizer).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        hidden, weight, labels, normalizer = ctx.saved_tensors
+        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        buffer = _tile(hidden, ctx.dtype)
+        for tokens in range(0, hidden.shape[0], _TOKENS):
+            part = hidden[tokens : tokens + _TOKENS].to(ctx.dtype)
+            for entry in range(0, weight.shape[0], _VOCABULARY):
+                columns = weight[entry : entry + _VOCABULARY].to(ctx.dtype)
+                tile = torch.mm(part, columns.t(), out=buffer[: len(part), : len(columns)])
+                kernel_ops.update([tile], [labels, normalizer])
+                kernel_ops.add_product(tile, columns, hidden_grad[tokens : tokens + _TOKENS])
+                if weight_grad is not None:
+                    kernel_ops.add_product(tile.t(), part, weight_grad[entry : entry + _VOCABULARY])
+        return hidden_grad.to(hidden.dtype), None if weight_grad is None else weight_grad.to(weight.dtype), None
+
+
+def _tile(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return hidden.new_empty(min(hidden.shape[0], _TOKENS), _VOCABULARY, dtype=dtype)
+
+
+LOSSES: Mapping[str, type[torch.autograd.Function]] = {"liger": _Liger, "trl": _Trl}
