@@ -173,15 +173,7 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     """Does the work of :func:`estimate`; ``begin`` gets a line about each stage."""
     require(EXTRA, "transformers", "yaml", "numpy", "networkx")  # before seconds of imports
     budget = check_budget(options.memory_budget)
-    if options.policy is not None:
-        try:
-            rule = parse_rule(options.policy)  # raises now, not after the model is built
-        except ConfigError as error:
-            raise ConfigError(f"{options.named('policy')}: {error}") from None
-        if isinstance(rule, Joined):
-            what = "expected a policy that each layer can have alone, got 'joined', which is for runs of layers"
-            fix = f"{options.setting('policy', 'full')}, or leave it out: the best plan may join layers"
-            raise ConfigError(f"{options.named('policy')}: {what} · fix: {fix}")
+    _check_policy(options)  # now, not after the model is built
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)
@@ -250,6 +242,19 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         notes=tuple(notes),
         setup=_setup_of(source, model, runs.layers),
     )
+
+
+def _check_policy(options: EstimateOptions) -> None:
+    if options.policy is None:
+        return
+    try:
+        rule = parse_rule(options.policy)
+    except ConfigError as error:
+        raise ConfigError(f"{options.named('policy')}: {error}") from None
+    if isinstance(rule, Joined):
+        what = "expected a policy that each layer can have alone, got 'joined', which is for runs of layers"
+        fix = f"{options.setting('policy', 'full')}, or leave it out: the best plan may join layers"
+        raise ConfigError(f"{options.named('policy')}: {what} · fix: {fix}")
 
 
 def network_of(options: EstimateOptions, machine: DeviceProfile) -> ClusterProfile | None:
