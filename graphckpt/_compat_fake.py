@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -429,6 +429,17 @@ def unnamed_devices_mixed(undo: Undo) -> Iterator[None]:
     undo.append((setattr, (FakeTensor, "_find_common_device", staticmethod(find))))
     FakeTensor._find_common_device = staticmethod(find_of_two)  # type: ignore[method-assign, assignment]
     yield
+
+
+def place_together(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Places tensors on the simulated GPU if one of them is there, and others on no device that the script names.
+
+    Kernels that take lists of tensors compare devices before an op sees them.
+    """
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor) and tensor.dim()]
+    if {tensor.fake_device for tensor in fakes} == {SIMULATED, UNNAMED}:
+        for tensor in fakes:
+            tensor.fake_device = SIMULATED
 
 
 @contextmanager

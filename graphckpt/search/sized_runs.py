@@ -121,6 +121,7 @@ class SizedRuns:
         self._runs: dict[int, SizedRun] = {}
         self._replays: dict[tuple[int, int], Replay] = {}
         self._is_linear = True
+        self._line: tuple[SizedRun, SizedRun] | None = None
 
     def run(self, batch: int) -> SizedRun:
         """Returns the run of the step at a batch size, which runs if it has not yet."""
@@ -132,10 +133,11 @@ class SizedRuns:
         """Returns the step at a batch size, as two others tell it where that is possible."""
         if batch == 1 or not self._is_linear or batch in self._runs:  # with one sample some copies are views
             return self.run(batch)
-        one, other = self.run(self._small), self.run(2 * self._small)
-        if not one.has_structure_of(other):
-            self._is_linear = False
+        if self._line is None:
+            self._line = self.run(self._small), self.run(2 * self._small)
+            self._is_linear = self._line[0].has_structure_of(self._line[1])
             return self.at(batch)
+        one, other = self._line
         share = (batch - one.batch) / (other.batch - one.batch)
         sizes, amounts = (
             (1 - share) * getattr(one, name) + share * getattr(other, name) for name in ("sizes", "amounts")

@@ -34,6 +34,7 @@ from graphckpt._compat_fake import (
     backward_within,
     forget_fake,
     own_device_modules,
+    place_together,
     unnamed_devices_mixed,
 )
 from graphckpt.errors import ConfigError
@@ -50,6 +51,7 @@ from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
 from graphckpt.stores.pinned import HostBuffer
+from graphckpt.tree import tensors_in
 from graphckpt.undo import Ending
 
 # What loops call beside the step, and PyTorch refuses without a GPU.
@@ -378,6 +380,9 @@ def _choose_foreach_optimizers(stand_ins: StandIns) -> None:
                 changes["capturable"] = False
             before.append((group, {name: group[name] for name in changes}))
             group.update(changes)
+            for parameter in group["params"]:
+                # The parameter may be on the GPU by its name, and its gradient on no device that is named.
+                place_together([parameter, parameter.grad, *tensors_in(optimizer.state.get(parameter))])
 
     def forget(*_: Any) -> None:
         while before:

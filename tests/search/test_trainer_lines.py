@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     LlamaConfig,
@@ -180,6 +181,39 @@ class TestLinesRun:
             estimated(vit, policy="keep").lines("trll")
         with pytest.raises(ConfigError, match="--for trl: expected a causal-lm, got image-classification"):
             estimated(vit, policy="keep").lines("trl")
+
+
+class TestLinesAreTheEstimate:
+    """The printed program, simulated as any other one, takes the bytes and the time of the estimate."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"dtype": "bf16", "optimizer": "adamw-fused"},
+            {"autocast": "bf16", "attention": "eager"},
+            {"dtype": "bf16", "lora": 8, "lora_targets": "all-linear", "optimizer": "sgd-momentum"},
+        ],
+    )
+    def test_a_loop(self, llama: str, options: dict[str, Any]) -> None:
+        estimate = graphckpt.estimate(llama, device="a10g", batch=8, seq=64, policy="full", progress=False, **options)
+        lines = estimate.lines("torch").replace("from_pretrained(", "from_config(config, ").splitlines()
+        # Without the loop, and with a model that is made from its config: weights have no values in a simulation.
+        text = "\n".join(lines).replace(f"{llama!r}, ", "").replace("graphckpt.apply(model, True)", "")
+        begin, _, loop = text.partition("for batch in loader:\n")
+        begin = begin[: begin.index("loader = ")]
+
+        def make() -> tuple[Any, Callable[[], None]]:
+            variables: dict[str, Any] = {"config": AutoConfig.from_pretrained(llama)}
+            exec(begin, variables)
+            tokens = torch.zeros(8, 64, dtype=torch.long)
+            variables["loader"] = [{"input_ids": tokens, "labels": tokens.clone()}]
+            code = compile("for batch in loader:\n" + loop, "pasted", "exec")
+            return variables["model"], lambda: exec(code, variables)
+
+        plan = graphckpt.plan(make, device="a10g", memory_budget="max", candidates=["full"], progress=False)
+        keep = estimate.policies["keep"]
+        assert plan.plain_peak_bytes == pytest.approx(keep.allocated_bytes, rel=0.002)
+        assert plan.plain_step_seconds == pytest.approx(keep.seconds, rel=0.02)
 
 
 class TestApplyLine:

@@ -443,3 +443,31 @@ def test_a_device_with_an_index_of_its_own_is_where_fake_tensors_are() -> None:
         for device in (torch.device("cuda", 3), torch.device(type="cuda", index=3), torch.device("cuda:3")):
             assert torch.zeros(2, device=device).device.type == "cpu"
         assert torch.device("meta").type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_fused_optimizer_updates_parameters_on_a_named_device_by_gradients_on_none(
+    dtype: torch.dtype, is_moved: bool
+) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=64, pad_token_id=0
+    )
+
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model = LlamaForCausalLM(config).to(dtype)
+        if is_moved:
+            model.to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+
+        def step() -> None:
+            inputs = tokens.to("cuda")
+            model(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, step
+
+    plan = graphckpt.plan(make, device="a10g", memory_budget="max", candidates=["full"], check=False, progress=False)
+    assert plan.plain_peak_bytes > 0
