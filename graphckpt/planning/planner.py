@@ -254,12 +254,16 @@ class Dialogue:
         limit: The bytes that a run may need; ``None`` is the lowest possible peak.
         margin: The bytes of the limit that are left to what has not run.
         is_cautious: Whether only what should fit is proposed: an update that exceeds the limit cannot be taken back.
+        gap: What the first run is expected to need beside its peak, such as gaps between blocks of an allocator.
     """
 
-    def __init__(self, planner: Planner, limit: int | None, *, margin: int = 0, is_cautious: bool = False) -> None:
+    def __init__(
+        self, planner: Planner, limit: int | None, *, margin: int = 0, is_cautious: bool = False, gap: int = 0
+    ) -> None:
         self.planner = planner
         self.limit = limit
         self._margin = margin
+        self._first_gap = gap
         self._is_cautious = is_cautious
         self._candidates: dict[PolicyKey, PolicyChoice] = {}
         self.runs: dict[PolicyKey, CheckedPlan] = {}
@@ -291,7 +295,8 @@ class Dialogue:
             # lowest.
             proposals = [lambda: search.floor]
         else:
-            gaps = [self._margin + run.gap_bytes for run in self.runs.values()] or [self._margin]
+            gaps = [self._margin + run.gap_bytes for run in self.runs.values()]
+            gaps = gaps or [self._margin + self._first_gap]
             limit_seconds = inf if best is None else (1 - _GAIN) * best.seconds
             # From what should fit to what fits only if predictions are too high, each computed where it is needed.
             proposals = [lambda: search.fastest(limit - gaps[-1])]
@@ -308,17 +313,17 @@ class Dialogue:
 
 
 def plan_in_limit(
-    planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int | None, group: PlanGroup
+    planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int | None, group: PlanGroup, gap: int = 0
 ) -> Plan:
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes, which follow from ``budget``.
 
     Without a limit it is the plan with the lowest peak. The step of each process runs under what is proposed, and the
     best of the runs is returned. On an absent device with a caching allocator what it has to reserve counts. The gaps
     between its blocks are another share of the peak for each plan, so those of the last run are expected in the next
-    one.
+    one, and ``gap`` bytes in the first.
     """
     of_reserved = limit is not None and isinstance(step, FakeStep) and step.limits_reserved(budget)
-    dialogue = Dialogue(planner, limit)
+    dialogue = Dialogue(planner, limit, gap=gap if of_reserved else 0)
     while (choice := dialogue.ask()) is not None:
         plan = planner.to_plan(choice, choice.peak if limit is None else limit)
         most_reserved = limit if limit is not None and of_reserved else 0

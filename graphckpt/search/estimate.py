@@ -393,7 +393,8 @@ class _Runs:
             return replace(keep.plan, budget_bytes=limit)  # nothing is faster
         if planner.floor.peak <= limit:
             try:
-                return plan_in_limit(planner, self.step, budget, limit, PlanGroup())
+                gaps = (run.plan.predicted_reserved_bytes - run.plan.predicted_peak_bytes for run in (keep, full))
+                return plan_in_limit(planner, self.step, budget, limit, PlanGroup(), gap=min(gaps))
             except PlanError:
                 if of_reserved and is_steady(full):
                     return replace(full.plan, budget_bytes=limit)
