@@ -134,24 +134,30 @@ def rank_layouts(
         states = states_of_parameters(module, optimizers)
     amp = AmpConfig(enabled=options.autocast is not None, dtype=options.autocast or "bfloat16")  # type: ignore[arg-type]
     memory = absent_memory(machine.kind, machine.memory_bytes, machine.context_bytes + network.comm_bytes)
-    checks = LayoutChecks(
-        # One forward of all samples of a rank, unless a pipeline needs several.
-        TrainConfig(train_micro_batch_size=batch * world_size, global_batch_size=batch * world_size, amp=amp),
-        CausalLM(),
-        module,
-        states,
-        source.seq or 1,
-        machine=machine,
-        network=network,
-        limit_bytes=memory.available,
-    )
+    samples = batch * world_size * options.accumulation
+
+    def checks_of(layout: Layout) -> LayoutChecks:
+        # As many samples as the simulated step has for each rank that shares the activations of a forward. The first
+        # stage of a pipeline keeps as many micro-batches as there are stages, of its share of the layers.
+        micro_batch = batch * layout.tensor_parallel_size
+        return LayoutChecks(
+            TrainConfig(train_micro_batch_size=micro_batch, global_batch_size=samples, amp=amp),
+            CausalLM(),
+            module,
+            states,
+            source.seq or 1,
+            machine=machine,
+            network=network,
+            limit_bytes=memory.available,
+        )
+
     rows, ruled_out = [], []
     for layout in layouts_of(world_size):
         if layout.zero_stage not in _STAGES or (layout.zero_stage and layout.data_parallel_size == 1):
             continue
         if layout.pipeline_parallel_size > 1 and (layout.tensor_parallel_size > 1 or layout.zero_stage):
             continue  # which the trainer does not have
-        reason: str | None = None
+        checks, reason = checks_of(layout), None
         if layout.pipeline_parallel_size > 1 and source.task != "causal-lm":
             reason = f"a pipeline of {source.task} is not known"
         reason = reason or checks.reason_against(layout)
@@ -169,7 +175,7 @@ def rank_layouts(
     return LayoutRanking(
         world_size=world_size,
         num_nodes=-(-world_size // network.ranks_per_node),
-        samples=batch * world_size,
+        samples=samples,
         # Of those that take as long, the one that needs less memory first.
         rows=tuple(sorted(rows, key=lambda row: (float(f"{row.seconds:.3g}"), row.states_bytes))),
         ruled_out=tuple(ruled_out),

@@ -632,6 +632,16 @@ class TestLayouts:
         } == {"tp=2"}
         assert any("1 ranks in a node" in note for note in two["notes"])
 
+    def test_micro_batches_are_those_of_the_step(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = folder_of(CONFIGS["causal-lm"], tmp_path)
+        values = self.values_of(folder, capsys, "--world-size", "2", "--accumulation", "3")
+        rows = {row["layout"]: row for row in values["layouts"]["rows"]}
+        assert values["layouts"]["samples"] == 2 * 2 * 3
+        sizes = {name: (row["micro_batch"], row["accumulation"]) for name, row in rows.items()}
+        assert sizes["dp=2"] == sizes["dp=2 zero=3"] == (2, 3)
+        assert (sizes["tp=2"], sizes["pp=2"]) == ((4, 3), (2, 6))
+        assert rows["dp=2 zero=3"]["seconds"] == pytest.approx(values["policies"]["keep"]["seconds"])
+
     def test_images_have_no_pipeline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         values = self.values_of(folder_of(CONFIGS["image-classification"], tmp_path), capsys, "--world-size", "2")
         assert {"layout": "pp=2", "reason": "a pipeline of image-classification is not known"}.items() <= next(
