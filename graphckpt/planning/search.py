@@ -187,7 +187,7 @@ def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
 
 _CUTS = 16  # positions at which one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each search takes about a second
-_CLOSE = 0.003  # of a budget, by which a plan near to the plain one may seem too large
+_CLOSE = 0.003  # of what the plain plan saves, by which one near to it may seem too large
 _MOST_NEAR = 3  # runs to which plans may be near
 _ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
 
@@ -451,23 +451,16 @@ class PolicySearch:
     def hopeful(self, budget: int) -> PolicyChoice | None:
         """Returns the fastest choice that fits if predictions are a little too high, and that has not run.
 
-        Those of fronts are off by the least of all runs, and those near to the plain plan by a share of the budget.
+        Those of fronts are off by the least of all runs; those near to the plain plan by a share of what that saves.
         """
         choices = []
         for front in self.fronts(rest=self.measured.model.lowest_rest()[:, 1]):
-            limit = budget
-            for _ in range(_ATTEMPTS):
-                parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(limit)) is not None]
-                if len(parts) < len(front):
-                    break
-                choice = self._evaluate(parts)
-                if choice.key not in self._ran:
-                    choices.append(choice)
-                    break
-                limit = max(peak(chain, plan) for chain, plan in parts) - 1  # the next slower one
+            parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(budget)) is not None]
+            if len(parts) == len(front) and (choice := self._evaluate(parts)).key not in self._ran:
+                choices.append(choice)
         # No plan of a front is worse than the plain one in bytes and seconds, though a run may have refuted its bytes.
-        limit, saved_bytes = int((1 + _CLOSE) * budget), self.measured.model.saved_bytes
-        plain = self.evaluate((KEEP_NUMBER,) * len(self.measured.names))
+        saved_bytes, plain = self.measured.model.saved_bytes, self.evaluate((KEEP_NUMBER,) * len(self.measured.names))
+        limit = budget + int(_CLOSE * saved_bytes(plain.plan))
         most_saved = limit - plain.peak + saved_bytes(plain.plan)
         plans = (plan for plan in self._with_one_change([plain.plan]) if saved_bytes(plan) <= most_saved)
         choices += [choice for choice in map(self.evaluate, plans) if choice.peak <= limit]
