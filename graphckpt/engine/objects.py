@@ -447,7 +447,7 @@ class ObjectCopy:
     there is none any more, it gets an equal one.
     """
 
-    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "attributes", "content", "number", "reaches")
+    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "attributes", "content", "is_plain", "number", "reaches")
 
     def __init__(self, value: Any, owner: Any) -> None:
         self.number = id(value)
@@ -462,7 +462,9 @@ class ObjectCopy:
         """Of a container the same type with the items, of an object a dictionary of its attributes."""
         self.reaches = self._others()
         """What of the contents is not a number, a string, or the like."""
-        if not _PLAIN.issuperset(map(type, self.reaches)):
+        is_plain = not self.reaches or _PLAIN.issuperset(map(type, self.reaches))
+        self.is_plain = is_plain and self.attributes is None
+        if not is_plain:
             self.content = _mapped(without_history, owner, self.content)
             self.reaches = self._others()
 
@@ -485,6 +487,9 @@ class ObjectCopy:
     def is_of(self, value: Any) -> bool:
         """Whether ``value`` is the object that was copied."""
         return id(value) == self.number and type(value) is self._kind and (self._ref is None or self._ref() is value)
+
+    def differs_from(self, value: Any) -> bool:
+        return not self.is_of(value) or differs(self.owner_of(value), self.content)
 
     def find(self) -> Any:
         """Returns the object where it is alive and no attribute has it, or else an empty one of its type."""
@@ -558,3 +563,11 @@ def _has_attributes_alone(value: Any) -> bool:
     if hasattr(type(value), "__del__"):  # which would run for the equal one too
         return False
     return layout.create in _NEW and type(attribute_of(value, "__dict__")) is dict
+
+
+def is_plain_data(values: Iterable[Any], objects: Objects) -> bool:
+    """Whether ``objects``, which ``values`` reach, hold numbers, strings and flags, and containers of such, alone."""
+    if not all(_PLAIN.issuperset(map(type, items_of(owner, content))) for owner, content in objects):
+        return False
+    ids = {id(owner) for owner, _ in objects}
+    return all(id(value) in ids for value in values)
