@@ -177,6 +177,9 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)
+    if options.attention == "flash" and machine.kind == "cuda" and (machine.capability or (8, 0)) < (8, 0):
+        what = f"expected a device of compute capability 8.0 or above for FlashAttention-2, got {machine.name}"
+        raise ConfigError(f"{options.named('attention')}: {what} · fix: {options.setting('attention', 'sdpa')}")
     begin("reading the config of the model")
     source = read_model(model, options)
     begin(f"building {source.architecture}")

@@ -9,7 +9,13 @@ from typing import Any, Literal, Self, final
 
 from graphckpt.budget import check_budget
 from graphckpt.errors import ConfigError, bullets, did_you_mean, nearest
-from graphckpt.search.finetune_options import OPTIMIZER_ALIASES, OPTIMIZERS, QUANTIZATIONS, FineTuneOptions
+from graphckpt.search.finetune_options import (
+    OPTIMIZER_ALIASES,
+    OPTIMIZERS,
+    QUANTIZATIONS,
+    SHARDED_OPTIMIZERS,
+    FineTuneOptions,
+)
 from graphckpt.search.loop_options import LOSSES, LoopOptions
 from graphckpt.units import parse_bytes
 
@@ -120,6 +126,8 @@ class EstimateOptions(FineTuneOptions, LoopOptions):
         """
         if self.spelling == "python":
             return f"{option}={value!r}"
+        if value is False:
+            return f"leave {self.named(option)} out"
         return self.named(option) if value is True else f"{self.named(option)} {value}"
 
     def _faults(self) -> Iterator[str]:
@@ -141,18 +149,7 @@ class EstimateOptions(FineTuneOptions, LoopOptions):
         faults = (*self._finetune_faults(), *self._loop_faults(fused_backward=self.fused_backward))
         for name, what, other, example in faults:
             yield f"{self.named(name)}: {what} · fix: {self.setting(other, example)}"
-        if self.quantization is not None and self.world_size is not None:
-            size = self.named("world_size")
-            what = f"expected one process, got {size} {self.world_size}: FSDP2 of quantized weights is not simulated"
-            yield f"{self.named('quantization')}: {what} · fix: leave {size} out"
-        for name in ("cluster", "nodes"):
-            if (value := getattr(self, name)) is not None and self.world_size is None:
-                what = f"expected {self.named('world_size')} with it, got {value!r} alone"
-                yield f"{self.named(name)}: {what} · fix: {self.setting('world_size', 8)}"
-        counts = self.nodes, self.world_size
-        if all(isinstance(count, int) and count > 0 for count in counts) and counts[1] % counts[0]:  # type: ignore[operator]
-            what = f"expected a number that divides {self.named('world_size')} {self.world_size}, got {self.nodes}"
-            yield f"{self.named('nodes')}: {what} · fix: {self.setting('nodes', 1)}"
+        yield from self._faults_of_pairs()
         try:
             check_budget(self.memory_budget)
         except ConfigError as error:
@@ -162,3 +159,26 @@ class EstimateOptions(FineTuneOptions, LoopOptions):
                 parse_bytes(self.memory)
             except ValueError as error:
                 yield f"{self.named('memory')}: {str(error).removeprefix('memory size ')}"
+
+    def _faults_of_pairs(self) -> Iterator[str]:
+        """Yields options that do not suit each other."""
+        if self.quantization is not None and self.world_size is not None:
+            size = self.named("world_size")
+            what = f"expected one process, got {size} {self.world_size}: FSDP2 of quantized weights is not simulated"
+            yield f"{self.named('quantization')}: {what} · fix: leave {size} out"
+        if self.world_size is not None and self.optimizer in set(OPTIMIZERS).difference(SHARDED_OPTIMIZERS):
+            what = f"expected one of {', '.join(SHARDED_OPTIMIZERS)} with {self.named('world_size')}"
+            fix = self.setting("optimizer", "adamw-fused")
+            yield f"{self.named('optimizer')}: {what}, got {self.optimizer!r} · fix: {fix}"
+        if self.policy is not None and self.memory_budget != "max":
+            policy = self.named("policy")
+            what = f"expected no {policy} with it, got {policy} {self.policy!r}: it is the budget of the best plan"
+            yield f"{self.named('memory_budget')}: {what} · fix: leave {policy} out"
+        for name in ("cluster", "nodes"):
+            if (value := getattr(self, name)) is not None and self.world_size is None:
+                what = f"expected {self.named('world_size')} with it, got {value!r} alone"
+                yield f"{self.named(name)}: {what} · fix: {self.setting('world_size', 8)}"
+        counts = self.nodes, self.world_size
+        if all(isinstance(count, int) and count > 0 for count in counts) and counts[1] % counts[0]:  # type: ignore[operator]
+            what = f"expected a number that divides {self.named('world_size')} {self.world_size}, got {self.nodes}"
+            yield f"{self.named('nodes')}: {what} · fix: {self.setting('nodes', 1)}"

@@ -21,6 +21,8 @@ OPTIMIZER_ALIASES: Mapping[str, str] = {
     "adamw-anyprecision": "adamw-bf16",
 }
 """The values of ``optim`` in Transformers' ``TrainingArguments``, with hyphens."""
+SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "muon")
+"""Those whose update is simulated on the shards of FSDP2."""
 ALL_LINEAR = "all-linear"
 QUANTIZATIONS = ("nf4", "nf4-double", "int8")
 
@@ -61,13 +63,15 @@ class FineTuneOptions:
             value = getattr(self, name)
             if value and self.lora is None:
                 why = ": quantized weights are frozen" if name == "quantization" else ""
-                yield name, f"expected {self.named('lora')} with it, got {value!r} alone{why}", "lora", 16
+                got = "it" if value is True else repr(value)
+                yield name, f"expected {self.named('lora')} with it, got {got} alone{why}", "lora", 16
         dropout = self.lora_dropout
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             yield "lora_dropout", f"expected a number from 0 to below 1, got {dropout!r}", "lora_dropout", 0.05
         if self.dora and self.quantization is not None:
-            what = f"expected float weights, got quantization {self.quantization!r}, which is not simulated with DoRA"
-            yield "dora", what, "rslora", True
+            quantized = self.named("quantization")
+            what = f"expected float weights, got {quantized} {self.quantization!r}, which is not simulated with DoRA"
+            yield "dora", what, "dora", False
         if self.fused_backward and self.optimizer == "adamw-offload":
             what = "expected an optimizer on the device, got 'adamw-offload'"
             yield "fused_backward", what, "optimizer", "adamw-8bit"

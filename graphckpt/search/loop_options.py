@@ -21,10 +21,16 @@ class LoopOptions:
     clip: bool = False
     """Clip gradients by their norm before the update."""
 
+    def named(self, option: str) -> str:
+        """Returns an option as the caller writes it."""
+        return option
+
     def _loop_faults(self, *, fused_backward: bool) -> Iterator[tuple[str, str, str, Any]]:
         """Yields options that do not suit each other: the option, what is wrong, another option, its value."""
         if fused_backward and self.clip:
-            yield "clip", "expected gradients of all weights at once, got fused_backward", "clip", False
+            what = f"expected gradients of all weights at once, got {self.named('fused_backward')}"
+            yield "clip", what, "clip", False
         if fused_backward and self.accumulation != 1:
-            what = f"expected 1 with fused_backward, which updates in each backward, got {self.accumulation!r}"
+            fused = self.named("fused_backward")
+            what = f"expected 1 with {fused}, which updates in each backward, got {self.accumulation!r}"
             yield "accumulation", what, "accumulation", 1

@@ -289,6 +289,19 @@ class TestErrors:
                 "fused_backward: expected an optimizer on the device",
             ),
             ({"optimizer": "adamw-9bit"}, "got 'adamw-9bit' · did you mean 'adamw-8bit'"),
+            (
+                {"optimizer": "adamw-8bit", "world_size": 8},
+                "optimizer: expected one of adamw, adamw-fused",
+            ),
+            ({"policy": "full", "memory_budget": "2GiB"}, "memory_budget: expected no policy with it"),
+            (
+                {"fused_backward": True, "clip": True, "spelling": "command"},
+                "· fix: leave --clip out",
+            ),
+            (
+                {"rslora": True, "spelling": "command"},
+                "got it alone · fix: --lora 16",
+            ),
         ],
     )
     def test_options_that_do_not_suit_each_other(self, options: dict[str, Any], text: str) -> None:
@@ -296,6 +309,10 @@ class TestErrors:
             EstimateOptions(**options)
         assert text in str(error.value)
         assert " · fix: " in str(error.value)
+
+    def test_flash_attention_on_a_device_without_its_kernels(self) -> None:
+        with pytest.raises(ConfigError, match=r"attention: expected a device of compute capability 8.0 or above"):
+            estimated(device="t4", attention="flash", dtype="float16")
 
     def test_layers_that_the_model_does_not_have(self) -> None:
         with pytest.raises(ConfigError) as error:
