@@ -122,7 +122,7 @@ def _estimate(parsed: argparse.Namespace) -> int:
 def _checked_options(parsed: argparse.Namespace) -> EstimateOptions:
     """Returns the options of the step. All that takes no seconds of imports is checked before what takes them."""
     from graphckpt.search.estimate_options import EstimateOptions  # noqa: PLC0415
-    from graphckpt.search.trainer_lines import check_trainer  # noqa: PLC0415
+    from graphckpt.search.trainer_lines import check_policy_file, check_trainer  # noqa: PLC0415
 
     if parsed.device is None and not parsed.cards:
         fix = "--device h100, or --cards for a table of all devices"
@@ -140,6 +140,8 @@ def _checked_options(parsed: argparse.Namespace) -> EstimateOptions:
         profile_path("cluster", options.cluster)
     if parsed.trainer is not None:
         check_trainer(parsed.trainer)
+    if parsed.save is not None:
+        check_policy_file(parsed.save)
     return options
 
 

@@ -14,7 +14,7 @@ from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import EventKind, Interval, Phase
-from graphckpt.search.trainer_lines import TrainingSetup, apply_line, save_policies, trainer_lines
+from graphckpt.search.trainer_lines import TrainingSetup, apply_line, check_policy_file, save_policies, trainer_lines
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PeakParts:
     other: int
     """Everything else: embedding, head and loss, the running layer, temporaries of the optimizer."""
     saved_by_layers: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that all layers of a list keep at the end of forward, by the name of the list and their number."""
+    """Bytes that all layers of a list keep at the end of the forward of a micro-batch, by its name and their number."""
 
     @classmethod
     def of(cls, measured: MeasuredStep, plan: Plan) -> Self:
@@ -87,9 +87,10 @@ def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
 
 
 def _saved_by_layers(measured: MeasuredStep, starts: Mapping[Interval, int]) -> dict[str, int]:
-    """Returns the rise of the level over the forwards of each kind of layers."""
+    """Returns the rise of the level over the forwards of each kind of layers, in the last micro-batch of the step."""
     calls_of: dict[str, list[int]] = {}
-    for call, block in enumerate(measured.model.block_of_call):
+    for call in measured.model.calls.passes[-1]:
+        block = measured.model.block_of_call[call]
         calls_of.setdefault(measured.names[block].rpartition(".")[0], []).append(call)
     saved = {}
     for place, calls in calls_of.items():
@@ -234,8 +235,9 @@ class Estimate:
         """Writes the policies of the last column to a YAML file, for ``graphckpt.apply(model, path)``.
 
         Raises:
-            ConfigError: The file cannot be written.
+            ConfigError: Its name does not end in ``.yaml`` or ``.yml``, or it cannot be written.
         """
+        check_policy_file(path)
         if self.plan is None:
             save_policies(self._last.policies, path)
         else:

@@ -125,6 +125,17 @@ def save_policies(policies: Mapping[str, Mapping[str, Any]], path: str | Path) -
         raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder") from None
 
 
+def check_policy_file(path: str | Path) -> None:
+    """Raises a ConfigError for a file that :func:`graphckpt.apply` would not read, and for one without a folder."""
+    file = Path(path)
+    if file.suffix not in (".yaml", ".yml"):
+        fix = f"--save {file.parent / (file.stem or 'plan')}.yaml"
+        raise ConfigError(f"--save: expected a file that ends in .yaml, got {path} · fix: {fix}")
+    if not file.parent.is_dir():
+        why = f"{file.parent} is not a folder"
+        raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder")
+
+
 def check_trainer(name: str) -> None:
     """Raises a ConfigError for a trainer without lines."""
     if name not in TRAINERS:
@@ -194,7 +205,11 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
     name, arguments = _OPTIMIZERS[options.optimizer]
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     yield f"optimizer = {name}([p for p in model.parameters() if p.requires_grad]{keywords})"
-    yield f"loader = torch.utils.data.DataLoader(dataset, batch_size={options.batch}{_of_tokens(setup)}"
+    sampler = ""
+    if is_sharded:  # without one, each rank would read the same samples
+        yield "sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)"
+        sampler = ", sampler=sampler"
+    yield f"loader = torch.utils.data.DataLoader(dataset, batch_size={options.batch}{sampler}{_of_tokens(setup)}"
     is_plain = options.accumulation == 1
     yield "for batch in loader:" if is_plain else "for number, batch in enumerate(loader, 1):"
     yield "    batch = {name: value.to('cuda') for name, value in batch.items()}"

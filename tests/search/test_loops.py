@@ -90,6 +90,13 @@ class TestMicroBatches:
         assert rate == pytest.approx(8 * TOKENS / eight.policies["keep"].seconds)
         assert "8 micro-batches of 2 a step" in text_of(eight)
 
+    @pytest.mark.parametrize("accumulation", [2, 4])
+    def test_layers_keep_what_they_do_in_one_micro_batch(self, accumulation: int) -> None:
+        for policy in ("keep", "full"):
+            one, several = (estimated(accumulation=n, policy="full").policies[policy] for n in (1, accumulation))
+            assert set(one.parts.saved_by_layers) == {"model.layers.* (2)"}
+            assert several.parts.saved_by_layers == one.parts.saved_by_layers
+
     def test_clipping_takes_time_and_no_memory(self) -> None:
         plain, clipped = estimated(), estimated(clip=True)
         assert clipped.policies["keep"].seconds > plain.policies["keep"].seconds

@@ -176,6 +176,21 @@ class TestLinesRun:
         with pytest.raises(ConfigError, match=r"--for lightning: expected one process, .* · fix: --for torch"):
             estimate.lines("lightning")
 
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    def test_each_rank_reads_samples_of_its_own(
+        self, llama: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = estimated(llama, world_size=2, policy="full", accumulation=accumulation).lines("torch").splitlines()
+        data = "\n".join(line for line in lines if line.startswith(("sampler = ", "loader = ")))
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+        read = []
+        for rank in range(2):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+            variables: dict[str, Any] = {"torch": torch, "dataset": range(8)}
+            exec(data, variables)
+            read += [number for batch in variables["loader"] for number in batch.tolist()]
+        assert sorted(read) == list(range(8))
+
     def test_an_unknown_trainer_and_one_that_cannot_train_the_model(self, vit: str) -> None:
         with pytest.raises(ConfigError, match=r"--for: expected torch, .* got 'trll' · did you mean 'trl'"):
             estimated(vit, policy="keep").lines("trll")
