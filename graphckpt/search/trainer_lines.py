@@ -34,7 +34,16 @@ _OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torchao-adamw-4bit": ("torchao.optim.AdamW4bit", {}),
     "adamw-offload": ("torchao.optim.CPUOffloadOptimizer", {}),
 }
-"""By option: the class, and its arguments besides the parameters and the learning rate."""
+"""By option: the class, and its arguments besides the parameters and those of :data:`_OF_ARGUMENTS`."""
+_OF_ARGUMENTS: Mapping[str, str] = {
+    "lr": "arguments.learning_rate",
+    "betas": "(arguments.adam_beta1, arguments.adam_beta2)",
+    "eps": "arguments.adam_epsilon",
+    "weight_decay": "arguments.weight_decay",
+}
+"""What an optimizer takes from ``TrainingArguments``, which a ``Trainer`` gives to its own optimizers alone."""
+_WITHOUT_BETAS = ("torch.optim.SGD", "torch.optim.Adafactor")
+"""Classes without the arguments of Adam: ``eps`` of Adafactor is another one."""
 _OPTIM = {"adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused", "sgd": "sgd"}
 """The values of ``optim`` of ``TrainingArguments`` that mean the same; any other optimizer is passed as its class."""
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
@@ -202,9 +211,7 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
         yield f"for module in {modules} + [model]:"
         yield f"    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy({precision}))"
     yield apply_line(policies, setup.layers)
-    name, arguments = _OPTIMIZERS[options.optimizer]
-    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
-    yield f"optimizer = {name}([p for p in model.parameters() if p.requires_grad]{keywords})"
+    yield from _optimizer(setup, "optimizer =", "model")
     sampler = ""
     if is_sharded:  # without one, each rank would read the same samples
         yield "sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)"
@@ -298,9 +305,7 @@ def _lightning(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) 
     yield "        return self.model(**batch).loss"
     yield ""
     yield "    def configure_optimizers(self):"
-    name, arguments = _OPTIMIZERS[options.optimizer]
-    keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
-    yield f"        return {name}([p for p in self.parameters() if p.requires_grad]{keywords})"
+    yield from _optimizer(setup, "        return", "self")
     yield ""
     yield ""
     pure = {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-true"}
@@ -374,6 +379,18 @@ def _import_optimizer(setup: TrainingSetup) -> Iterator[str]:
         yield f"import {module}"
 
 
+def _optimizer(setup: TrainingSetup, begin: str, model: str) -> Iterator[str]:
+    """Yields the statement that makes the optimizer. Its learning rate is Transformers' default, to be changed."""
+    name, arguments = _OPTIMIZERS[setup.options.optimizer]
+    indent = " " * (len(begin) - len(begin.lstrip()))
+    yield f"{begin} {name}("
+    yield f"{indent}    [p for p in {model}.parameters() if p.requires_grad],"
+    yield f"{indent}    lr=5e-5,  # yours"
+    for key, value in arguments.items():
+        yield f"{indent}    {key}={value!r},"
+    yield f"{indent})"
+
+
 def _imports(setup: TrainingSetup) -> Iterator[str]:
     """Yields the imports for an optimizer that is passed as its class, and for the types of adapters."""
     name = _OPTIMIZERS[setup.options.optimizer][0]
@@ -428,7 +445,16 @@ def _arguments(setup: TrainingSetup) -> Iterator[str]:
 def _trainer_arguments(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if setup.options.optimizer not in _OPTIM:
         name, arguments = _OPTIMIZERS[setup.options.optimizer]
-        yield f"    optimizer_cls_and_kwargs=({name}, {arguments}),"
+        names = ("lr", "weight_decay") if name in _WITHOUT_BETAS else tuple(_OF_ARGUMENTS)
+        yield "    optimizer_cls_and_kwargs=("
+        yield f"        {name},"
+        yield "        {"
+        for key in names:
+            yield f"            {key!r}: {_OF_ARGUMENTS[key]},"
+        for key, value in arguments.items():
+            yield f"            {key!r}: {value!r},"
+        yield "        },"
+        yield "    ),"
     if recomputes_all(policies, setup.layers):
         yield "    callbacks=[GraphckptCallback('full')],"
     elif policies:

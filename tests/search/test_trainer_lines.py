@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -137,6 +138,7 @@ class TestLinesRun:
         wanted = module._OPTIMIZERS[estimate.setup.options.optimizer] if estimate.setup else ("", {})
         assert type(optimizer).__name__ == wanted[0].rpartition(".")[2]
         assert {name: optimizer.defaults[name] for name in wanted[1]} == wanted[1]
+        assert optimizer.defaults["lr"] == (2e-5 if trainer == "trl" else 5e-5)  # TRL has a default of its own
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         assert sum(parameter.numel() for parameter in trainable) == estimate.num_trainable
         assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == estimate.num_trainable
@@ -165,6 +167,31 @@ class TestLinesRun:
         assert (made.optim, made.max_grad_norm) == ("adamw_torch", 0.0)
         assert (arguments["bf16"], arguments["fp16"]) == (False, True)
         assert "GraphckptCallback" not in lines  # nothing is recomputed
+
+    @pytest.mark.parametrize("trainer", ["transformers", "trl"])
+    @pytest.mark.parametrize("optimizer", [*sorted(set(module._OPTIMIZERS) - set(module._OPTIM))])
+    def test_an_optimizer_of_a_class_has_the_arguments_of_the_trainer(
+        self, llama: str, trainer: str, optimizer: str, tmp_path: Path
+    ) -> None:
+        lines = estimated(llama, policy="keep", optimizer=optimizer).lines(trainer)
+        text = lines.partition("optimizer_cls_and_kwargs=")[2].partition("\n    ),")[0] + "\n    )"
+        adam = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
+        arguments = TrainingArguments(
+            str(tmp_path), learning_rate=0.25, weight_decay=0.125, use_cpu=True, report_to="none", **adam
+        )
+        classes: Any = MagicMock()
+        _, values = eval(text, dict.fromkeys(("torch", "bitsandbytes", "torchao"), classes), {"arguments": arguments})
+        expected = {"lr": 0.25, "weight_decay": 0.125, "betas": (0.8, 0.9), "eps": 1e-6}
+        own = module._OPTIMIZERS[optimizer][1]
+        if optimizer in ("adafactor", "sgd-momentum"):
+            del expected["betas"], expected["eps"]
+        assert values == expected | own
+
+    @pytest.mark.parametrize("trainer", ["torch", "lightning"])
+    def test_a_loop_says_its_learning_rate(self, llama: str, trainer: str) -> None:
+        lines = estimated(llama, policy="keep", optimizer="adamw-8bit").lines(trainer)
+        compile(lines, "pasted", "exec")
+        assert " lr=5e-5,  # yours\n" in lines
 
     def test_the_lines_shard_as_the_estimate_does(self, llama: str) -> None:
         estimate = estimated(llama, world_size=2, autocast="bf16", policy="full")
