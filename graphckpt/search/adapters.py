@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ def with_lora(model: Any, options: EstimateOptions, name: str, extra: str) -> nn
     """Returns a model with adapters, which alone are trained.
 
     Raises:
-        ConfigError: PEFT has no default layers for the model, or it has none of the layers that are named.
+        ConfigError: PEFT has no default layers for the model, the model does not have a layer that is named, or PEFT
+            adapts parameters rather than layers.
         MissingPackageError: PEFT is not installed; ``extra`` has it.
     """
     require(extra, "peft")
@@ -43,14 +46,21 @@ def with_lora(model: Any, options: EstimateOptions, name: str, extra: str) -> nn
         use_dora=options.dora,
         use_rslora=options.rslora,
     )
+    linear = _linear_layers(model)  # PEFT replaces them
+    parameters = [parameter for parameter, _ in model.named_parameters()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT reads names that Transformers has deprecated
             adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
-        linear = ", ".join(sorted({one.rpartition(".")[2] for one in _linear_layers(model)}))
-        what = f"{name} has no layers named {targets or names!r}; its linear layers are named {linear}"
-        raise ConfigError(f"lora_targets: {what} · fix: lora_targets={ALL_LINEAR!r}") from error
+        _check_parameters(config.target_parameters or (), parameters, linear, options, name)
+        raise _not_found(targets or str(names), linear, options, name) from error
+    _check_parameters(config.target_parameters or (), parameters, linear, options, name)
+    if targets is not None and isinstance(names, list):
+        layers = [f".{layer.removesuffix('.lora_A')}" for layer, _ in adapted.named_modules() if "lora_A" in layer]
+        missing = [one for one in names if not any(layer.endswith(f".{one}") for layer in layers)]
+        if missing:  # PEFT ignores them if it finds another one
+            raise _not_found(",".join(missing), linear, options, name)
     if options.lora_dtype is not None:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -69,6 +79,40 @@ def lora_phrase(model: nn.Module, options: EstimateOptions) -> str:
     kind = "".join(f", {each}" for each in kinds)
     types = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     return f"LoRA of rank {options.lora}{kind} on {len(adapted)} layers ({names}{chosen}), in {' and '.join(types)}"
+
+
+def _not_found(targets: str, linear: Sequence[str], options: EstimateOptions, name: str) -> ConfigError:
+    names = ", ".join(sorted({layer.rpartition(".")[2] for layer in linear}))
+    what = f"{name} has no layers named {targets!r}; its linear layers are named {names}"
+    return ConfigError(f"{options.named('lora_targets')}: {what} · fix: {options.setting('lora_targets', ALL_LINEAR)}")
+
+
+def _check_parameters(
+    targets: Iterable[str], parameters: Sequence[str], linear: Sequence[str], options: EstimateOptions, name: str
+) -> None:
+    """Raises a ConfigError for adapters of parameters, which PEFT replaces in each forward, so it cannot run again.
+
+    PEFT adapts those of the experts and the router of a model where Transformers 5 has no linear layers for them. The
+    fix names the linear layers in the other parts of a layer of the model: PEFT takes the names of those in the same
+    part, as of shared experts, for the names of the parameters too.
+    """
+    ends = tuple(f".{target}" for target in targets)
+    adapted = [parameter for parameter in parameters if parameter.endswith(ends)]
+    if not adapted:
+        return
+    parts = {_part(parameter) for parameter in adapted}
+    layers = dict.fromkeys(layer.rpartition(".")[2] for layer in linear if _part(layer) not in parts)
+    names = ", ".join(sorted(target.removesuffix(".weight") for target in targets))
+    what = f"{options.lora_targets!r} has adapters on parameters of experts or routers of {name} ({names})"
+    why = "PEFT replaces these in each forward, which is not simulated"
+    fix = options.setting("lora_targets", ",".join(layers))
+    raise ConfigError(f"{options.named('lora_targets')}: {what}; {why} · fix: {fix}")
+
+
+def _part(name: str) -> str:
+    """Returns the part of a layer of the model that has a module or a parameter, such as ``"self_attn"``."""
+    match = re.search(r"\.\d+\.([^.]+)", name)
+    return name if match is None else match[1]
 
 
 def _linear_layers(model: nn.Module) -> list[str]:

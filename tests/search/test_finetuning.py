@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
 import graphckpt
 from graphckpt.errors import ConfigError
@@ -314,8 +321,26 @@ class TestErrors:
         with pytest.raises(ConfigError, match=r"attention: expected a device of compute capability 8.0 or above"):
             estimated(device="t4", attention="flash", dtype="float16")
 
-    def test_layers_that_the_model_does_not_have(self) -> None:
+    @pytest.mark.parametrize(
+        ("targets", "missing"),
+        [("query,value", "query,value"), ("q_proj,foo", "foo"), ("self_attn.q_proj,proj", "proj")],
+    )
+    def test_layers_that_the_model_does_not_have(self, targets: str, missing: str) -> None:
         with pytest.raises(ConfigError) as error:
-            estimated(lora=8, lora_targets="query,value")
+            estimated(lora=8, lora_targets=targets)
+        assert f"has no layers named {missing!r}; " in str(error.value)
         assert "its linear layers are named down_proj, gate_proj, k_proj" in str(error.value)
         assert str(error.value).endswith("fix: lora_targets='all-linear'")
+
+    @pytest.mark.parametrize("kind", [MixtralConfig, Qwen3MoeConfig])
+    @pytest.mark.parametrize("options", [{"lora_targets": "all-linear"}, {"lora_targets": "gate", "lora_dropout": 0.1}])
+    def test_adapters_of_experts_and_routers(self, kind: Any, options: dict[str, Any]) -> None:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = kind(**sizes, num_key_value_heads=2, vocab_size=256)
+        settings = {"device": "h100", "seq": 16, "lora": 4, "policy": "keep", "progress": False}
+        with pytest.raises(ConfigError) as error:
+            graphckpt.estimate(config, **settings, **options)
+        assert str(error.value).startswith(f"lora_targets: {options['lora_targets']!r} has adapters on parameters")
+        assert str(error.value).endswith(" · fix: lora_targets='q_proj,k_proj,v_proj,o_proj'")
+        fixed = graphckpt.estimate(config, **settings, **{**options, "lora_targets": "q_proj,k_proj,v_proj,o_proj"})
+        assert "on 4 layers (q_proj, k_proj, v_proj, o_proj)" in " ".join(str(fixed).split())
