@@ -216,7 +216,7 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         are_states_too_large = weight_bytes + gradient_bytes + optimizer_bytes > machine.memory_bytes
         fixes = [*([fused] if is_bound_by_update else []), *_fixes(source, are_states_too_large=are_states_too_large)]
         more = "a device with more memory" if budget == "max" else f"a larger {options.named('memory_budget')}"
-        notes.insert(0, f"{runs.fault} · fix: {', '.join(fixes)}, or {more}")
+        notes.insert(0, f"{runs.fault} · fix: {', or '.join(filter(None, (', '.join(fixes), more)))}")
     elif is_bound_by_update:
         notes.append(f"the temporaries of the update set the peak · fix: {fused}")
     if last.fits:

@@ -179,6 +179,14 @@ class TestFigures:
         # Weights alone are more than the memory: no batch and no sequence helps.
         assert "seq" not in note_of(memory="1MiB", lora=None)
 
+    def test_only_more_memory_helps_adapters_of_a_large_model(self) -> None:
+        pytest.importorskip("peft")
+        options = {"memory": "600MiB", "dtype": "bf16", "lora": 2, "seq": 16}
+        large = LlamaConfig(**{**SIZES, "hidden_size": 2048}, vocab_size=160_000)
+        estimate = graphckpt.estimate(large, device="h100", progress=False, **options)
+        (note,) = (note for note in estimate.notes if "no plan fits" in note)
+        assert note.endswith(" · fix: a device with more memory")
+
     def test_temporaries_of_the_update_are_fixed_before_anything_else(self) -> None:
         config = LlamaConfig(**{**SIZES, "hidden_size": 512}, vocab_size=32000)
 
