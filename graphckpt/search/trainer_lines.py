@@ -138,8 +138,8 @@ def check_policy_file(path: str | Path) -> None:
     """Raises a ConfigError for a file that :func:`graphckpt.apply` would not read, and for one without a folder."""
     file = Path(path)
     if file.suffix not in (".yaml", ".yml"):
-        fix = f"--save {file.parent / (file.stem or 'plan')}.yaml"
-        raise ConfigError(f"--save: expected a file that ends in .yaml, got {path} · fix: {fix}")
+        fix = f"{file.parent / (file.stem or 'plan')}.yaml"
+        raise ConfigError(f"save: expected a file that ends in .yaml, got {path} · fix: {fix}")
     if not file.parent.is_dir():
         why = f"{file.parent} is not a folder"
         raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder")
