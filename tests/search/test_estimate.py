@@ -505,7 +505,7 @@ class TestCommand:
             (["--cluster", "dgx", "--world-size", "8"], ["cluster: unknown profile 'dgx' · "]),
             (["--for", "trll"], ["--for: expected torch", "did you mean 'trl'? · fix: --for transformers"]),
             (["--save", "x.txt"], ["save: expected a file that ends in .yaml, got x.txt · fix: x.yaml"]),
-            (["--save", "plans/x"], ["got plans/x · fix: --save plans/x.yaml"]),
+            (["--save", "plans/x"], ["got plans/x · fix: plans/x.yaml"]),
             (["--save", "nowhere/x.yaml"], ["nowhere/x.yaml: cannot be written: nowhere is not a folder · fix: "]),
         ],
     )
