@@ -418,6 +418,17 @@ def saved_tensors_are_cloned() -> bool:
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
+_REDUCTIONS = {1: "mean", 2: "sum"}  # of ATen's `Reduction`
+
+
+def reduction_of(loss: torch.Tensor) -> str | None:
+    """Returns how a loss function of PyTorch has reduced to ``loss``; ``None`` if another op has made it."""
+    function = loss.grad_fn
+    while function is not None and function.name() == "ToCopyBackward0":
+        function = function.next_functions[0][0]
+    return _REDUCTIONS.get(getattr(function, "_saved_reduction", 0))
+
+
 def clear_cublas_workspaces() -> None:
     """Frees cuBLAS's workspaces of each thread and stream, as torch's CUDA graph trees do around each capture."""
     torch._C._cuda_clearCublasWorkspaces()

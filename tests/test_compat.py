@@ -659,3 +659,14 @@ def test_make_fx_is_seen() -> None:
     seen = []
     make_fx(lambda x: seen.append(_compat.is_traced_by_fx()) or x + 1)(torch.ones(1))
     assert (seen, _compat.is_traced_by_fx()) == ([True], False)
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", "mean"), ("sum", "sum"), ("none", None)])
+def test_losses_say_how_they_reduce(reduction: str, expected: str | None) -> None:
+    x, labels = torch.randn(4, 3, requires_grad=True), torch.zeros(4, dtype=torch.long)
+    losses = [
+        nn.functional.cross_entropy(x, labels, reduction=reduction),
+        nn.functional.mse_loss(x, torch.zeros(4, 3), reduction=reduction).double(),
+    ]
+    assert [_compat.reduction_of(loss) for loss in losses] == [expected] * 2
+    assert _compat.reduction_of(x.mean()) is _compat.reduction_of(x.detach()) is None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from graphckpt._compat import reduction_of
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Frame
 from graphckpt.engine.objects import copy_objects, differs
@@ -32,11 +33,13 @@ class Tiles(Rule):
         num_tiles: How many slices.
         tile_dim: The dimension to split.
         reduce: How to reduce outputs without dimensions: ``"sum"`` for a loss that sums over the split dimension,
-            ``"mean"`` for one that averages over it (slices weigh by their size). With it, slices are taken without
-            gradients too, as in evaluation.
+            ``"mean"`` for one that averages over it: slices weigh by their size, so labels that the loss ignores make
+            it another mean; sum then, and divide outside of the block. With it, slices are taken without gradients too,
+            as in evaluation.
 
     Raises:
-        ConfigError: A setting is out of range; at the call: the outputs of the slices cannot be joined.
+        ConfigError: A setting is out of range; at the call: the outputs of the slices cannot be joined, or a loss of
+            PyTorch has another reduction.
     """
 
     name: ClassVar[str] = "tiles"
@@ -131,6 +134,15 @@ class Tiles(Rule):
                     f"{name}: tiles gave outputs without dimensions, and how to join them is not said · fix: use "
                     f"activation_checkpointing = Tiles({self.num_tiles}, reduce='sum') for a summed loss, 'mean' for a "
                     "mean"
+                )
+            actual = reduction_of(first)
+            if actual not in (
+                None,
+                self.reduce,
+            ):  # else loss and gradients would be several times as large, or as small
+                raise ConfigError(
+                    f"{name}: tiles: reduce: expected {actual!r}, as its loss has reduction={actual!r}, got "
+                    f"{self.reduce!r} · fix: Tiles({self.num_tiles}, reduce={actual!r})"
                 )
             # 10 rows in slices of 4, 3 and 3: their means count 0.4, 0.3 and 0.3.
             if self.reduce == "mean":

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt import Segments, Selective, Tiles
+from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
@@ -241,6 +242,50 @@ def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
     assert torch.equal(tiled_best, best)
     for ours, theirs in zip(tiled, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("reduction", "reduce"), [("mean", "sum"), ("sum", "mean")])
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x, **options: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long), **options),
+        lambda x, **options: F.cross_entropy(x.bfloat16(), torch.zeros(len(x), dtype=torch.long), **options).float(),
+        lambda x, **options: F.mse_loss(x, torch.zeros_like(x), **options),
+        lambda x, **options: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x), **options),
+        lambda x, **options: F.smooth_l1_loss(x, torch.zeros_like(x), **options),
+    ],
+)
+def test_tiles_that_reduce_otherwise_than_the_loss_are_refused(loss_of: Any, reduction: str, reduce: str) -> None:
+    """Loss and gradients would be several times as large, or as small."""
+
+    @as_module(lambda: {"head": nn.Linear(8, 11)})
+    def Head(self: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(self.head(x), reduction=reduction)
+        return loss
+
+    head, x = Head(), torch.randn(16, 8)
+    plain = head(x)
+    message = f"reduce: expected '{reduction}', .* got '{reduce}' · fix: Tiles"
+    with graphckpt.apply(head, {"": Tiles(4, reduce=reduce)}), pytest.raises(ConfigError, match=message):
+        head(x)
+    with graphckpt.apply(head, {"": Tiles(4, reduce=reduction)}):
+        torch.testing.assert_close(head(x), plain, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_a_reduction_of_the_blocks_own_is_as_it_says(reduce: str) -> None:
+    """Of a loss that scales what PyTorch has reduced, the reduction over slices is not known."""
+
+    @as_module(lambda: {"head": nn.Linear(8, 11)})
+    def Head(self: Any, x: torch.Tensor) -> torch.Tensor:
+        other = "mean" if reduce == "sum" else "sum"
+        loss = F.mse_loss(self.head(x), torch.zeros(len(x), 11), reduction=other)
+        return loss * len(x) if reduce == "sum" else loss / len(x)
+
+    head, x = Head(), torch.randn(16, 8)
+    plain = head(x)
+    with graphckpt.apply(head, {"": Tiles(4, reduce=reduce)}):
+        torch.testing.assert_close(head(x), plain)
 
 
 @pytest.mark.parametrize(("reduce", "most_rows"), [("sum", 3), (None, 9)])
