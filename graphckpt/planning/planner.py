@@ -246,8 +246,8 @@ _GAIN = 0.005  # of the seconds of blocks, for which another plan is tried after
 class Dialogue:
     """Finds the fastest plan for a limit by runs, of a step or in the updates of a training.
 
-    Whoever can run the step asks for a choice, runs under it, and tells what it needed: each run shows how far the
-    predictions for its plan and near ones are off.
+    The caller asks for a choice, runs the step under it, and tells the result: each run shows how far the predictions
+    for its plan and near ones are off.
 
     Args:
         planner: What predicts, and learns from each run.
@@ -334,9 +334,9 @@ def plan_in_limit(
     runs = dialogue.runs
     if (best := dialogue.best) is not None:
         plan = runs[best.key].plan
-        return (
-            plan if limit is not None else replace(plan, budget_bytes=max(plan.budget_bytes, plan.predicted_peak_bytes))
-        )
+        if limit is None:
+            return replace(plan, budget_bytes=max(plan.budget_bytes, plan.predicted_peak_bytes))
+        return plan
     assert limit is not None
     # Better a step that waits for the allocator than none.
     waiting = [run for run in runs.values() if of_reserved and 0 < run.plan.predicted_reserved_bytes <= limit]

@@ -81,7 +81,7 @@ class PretrainedModel:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the model returns keys and values unless it is told not to."""
+        """Whether the model returns a cache of keys and values by default."""
         return hasattr(self._text_config, "use_cache")
 
     @property

@@ -64,7 +64,7 @@ class TrainingSetup:
     dtype: str
     """The type of the weights."""
     has_cache: bool
-    """Whether the model returns keys and values unless it is told not to."""
+    """Whether the model returns a cache of keys and values by default."""
     layers: tuple[str, ...]
     """The names of its layers."""
     layer_classes: tuple[str, ...]

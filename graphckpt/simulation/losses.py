@@ -6,7 +6,7 @@ need a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -92,13 +92,8 @@ class _Trl(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         ctx.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
         statistics = [hidden.new_zeros(hidden.shape[0], dtype=torch.float32) for _ in range(_STATISTICS)]
-        buffer = _tile(hidden, ctx.dtype)
-        for tokens in range(0, hidden.shape[0], _TOKENS):
-            part = hidden[tokens : tokens + _TOKENS].to(ctx.dtype)
-            for entry in range(0, weight.shape[0], _VOCABULARY):
-                columns = weight[entry : entry + _VOCABULARY].to(ctx.dtype)
-                tile = torch.mm(part, columns.t(), out=buffer[: len(part), : len(columns)])
-                kernel_ops.update([statistics[0]], [tile, labels])
+        for tile, *_ in _tiles(hidden, weight, ctx.dtype):
+            kernel_ops.update([statistics[0]], [tile, labels])
         total, *_, targets = statistics
         normalizer = total + targets.log()
         ctx.save_for_backward(hidden, weight, labels, normalizer)
@@ -109,21 +104,27 @@ class _Trl(torch.autograd.Function):
         hidden, weight, labels, normalizer = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        buffer = _tile(hidden, ctx.dtype)
-        for tokens in range(0, hidden.shape[0], _TOKENS):
-            part = hidden[tokens : tokens + _TOKENS].to(ctx.dtype)
-            for entry in range(0, weight.shape[0], _VOCABULARY):
-                columns = weight[entry : entry + _VOCABULARY].to(ctx.dtype)
-                tile = torch.mm(part, columns.t(), out=buffer[: len(part), : len(columns)])
-                kernel_ops.update([tile], [labels, normalizer])
-                kernel_ops.add_product(tile, columns, hidden_grad[tokens : tokens + _TOKENS])
-                if weight_grad is not None:
-                    kernel_ops.add_product(tile.t(), part, weight_grad[entry : entry + _VOCABULARY])
+        for tile, part, columns, tokens, entries in _tiles(hidden, weight, ctx.dtype):
+            kernel_ops.update([tile], [labels, normalizer])
+            kernel_ops.add_product(tile, columns, hidden_grad[tokens])
+            if weight_grad is not None:
+                kernel_ops.add_product(tile.t(), part, weight_grad[entries])
         return hidden_grad.to(hidden.dtype), None if weight_grad is None else weight_grad.to(weight.dtype), None
 
 
-def _tile(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return hidden.new_empty(min(hidden.shape[0], _TOKENS), _VOCABULARY, dtype=dtype)
+def _tiles(
+    hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice, slice]]:
+    """Yields each tile of the logits, in one buffer, with its inputs and weights, and their places."""
+    buffer = hidden.new_empty(min(hidden.shape[0], _TOKENS), _VOCABULARY, dtype=dtype)
+    for token in range(0, hidden.shape[0], _TOKENS):
+        tokens = slice(token, token + _TOKENS)
+        part = hidden[tokens].to(dtype)
+        for entry in range(0, weight.shape[0], _VOCABULARY):
+            entries = slice(entry, entry + _VOCABULARY)
+            columns = weight[entries].to(dtype)
+            tile = torch.mm(part, columns.t(), out=buffer[: len(part), : len(columns)])
+            yield tile, part, columns, tokens, entries
 
 
 LOSSES: Mapping[str, type[torch.autograd.Function]] = {"liger": _Liger, "trl": _Trl}
