@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -169,13 +170,13 @@ class _TaskGraph(Graph):
 
 
 def _advice(names: Sequence[str]) -> str:
-    """Returns the override of the config with which blocks keep everything.
+    """Returns the override of the config with which blocks keep everything, as a shell takes it.
 
-    >>> _advice(["model.layers.2", "model.layers.3"])
-    'train.activation_checkpoint.policies={"layers.2": False, "layers.3": False}'
+    >>> print(_advice(["model.layers.2", "model.layers.3"]))
+    'train.activation_checkpoint.policies={"layers.2": false, "layers.3": false}'
     """
-    policies = ", ".join(f'"{name.removeprefix("model.")}": False' for name in names)
-    return f"train.activation_checkpoint.policies={{{policies}}}"
+    policies = ", ".join(f'"{name.removeprefix("model.")}": false' for name in names)
+    return shlex.quote(f"train.activation_checkpoint.policies={{{policies}}}")
 
 
 @final

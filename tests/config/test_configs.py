@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from graphckpt.config import LazyConfig, get_config
 from graphckpt.config.files import packaged_folder
 from graphckpt.config.schema import check
+from graphckpt.train.build_model import _advice
 from graphckpt.train.settings import TrainConfig
 
 _FILES = sorted(path for path in packaged_folder().iterdir() if path.suffix in {".py", ".yaml"})
@@ -48,6 +50,13 @@ def test_models_are_the_real_ones(name: str, num_parameters: int, layers: int, w
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     config = model.config
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, width, heads)
+
+
+def test_the_advice_of_a_run_can_be_pasted_into_a_shell() -> None:
+    [override] = shlex.split(_advice(["model.layers.0", "model.layers.1"]))
+    run, faults = check(LazyConfig.apply_overrides(get_config("bert_large_pretrain.py"), [override]))
+    assert faults == []
+    assert run.train.activation_checkpoint.policies == {"layers.0": False, "layers.1": False}
 
 
 def test_overrides_of_every_type_reach_the_settings() -> None:
