@@ -10,7 +10,7 @@ SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 NEWEST ?= .venv-newest
 
-.PHONY: demo test test-all lint format unit slow coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix interrupts soak docs wheel clean
+.PHONY: demo test test-all lint format unit slow quantized coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix interrupts soak docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -54,6 +54,19 @@ simulated-gpu: $(INSTALLED)
 
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
+
+# Optimizers and layers of bitsandbytes and torchao beside those that simulate them. Where the two are installed, PEFT
+# imports them in every process: they are in a folder of their own, which these tests alone see.
+QUANTIZED := build/quantized
+quantized: $(QUANTIZED)/.installed
+	PYTHONPATH=$(QUANTIZED) $(BIN)/python -W ignore -c "import bitsandbytes, torchao.optim"
+	PYTHONPATH=$(QUANTIZED) $(PYTEST) -k "BesideTheLibraries or BesideBitsandbytes or of_the_library_on_a_cpu" \
+	    $(addprefix tests/,simulation/test_kernel_optimizers.py simulation/test_quantized.py search/test_finetuning.py)
+
+$(QUANTIZED)/.installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(QUANTIZED) \
+	    bitsandbytes==0.50.0 torchao==0.18.0
+	touch $(QUANTIZED)/.installed
 
 # Branch coverage of the tests of `make test`, with those on the simulated device, into benchmarks/results/coverage.md.
 coverage: $(INSTALLED)
