@@ -98,7 +98,7 @@ def _estimate(parsed: argparse.Namespace) -> int:
 
     ranking: LayoutRanking | None = None
     with CommandProgress() as progress:
-        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
+        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin, trainer=parsed.trainer)
         if options.world_size is not None and options.world_size > 1:
             ranking = _layouts(parsed, options, estimate, progress)
     if parsed.save is not None:
@@ -139,7 +139,7 @@ def _checked_options(parsed: argparse.Namespace) -> EstimateOptions:
     if options.cluster is not None:
         profile_path("cluster", options.cluster)
     if parsed.trainer is not None:
-        check_trainer(parsed.trainer)
+        check_trainer(parsed.trainer, options)
     if parsed.save is not None:
         check_policy_file(parsed.save)
     return options

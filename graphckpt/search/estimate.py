@@ -31,7 +31,7 @@ from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate, PolicyEstimate
 from graphckpt.search.pretrained import EXTRA, TRACED, PretrainedModel, read_model, step_errors
 from graphckpt.search.search import Report, Search, reporting
-from graphckpt.search.trainer_lines import TrainingSetup
+from graphckpt.search.trainer_lines import TrainingSetup, check_trainer
 from graphckpt.simulation.cluster_profile import ClusterProfile
 from graphckpt.simulation.fake_cluster import cluster_of, simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
@@ -169,8 +169,15 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         return estimate_model(model, device, options, begin)
 
 
-def estimate_model(model: Any, device: str | Path | DeviceProfile, options: EstimateOptions, begin: Report) -> Estimate:
-    """Does the work of :func:`estimate`; ``begin`` gets a line about each stage."""
+def estimate_model(
+    model: Any,
+    device: str | Path | DeviceProfile,
+    options: EstimateOptions,
+    begin: Report,
+    *,
+    trainer: str | None = None,
+) -> Estimate:
+    """Does the work of :func:`estimate`; ``begin`` gets a line about each stage, ``trainer`` will get its lines."""
     require(EXTRA, "transformers", "yaml", "numpy", "networkx")  # before seconds of imports
     budget = check_budget(options.memory_budget)
     _check_policy(options)  # now, not after the model is built
@@ -182,6 +189,8 @@ def estimate_model(model: Any, device: str | Path | DeviceProfile, options: Esti
         raise ConfigError(f"{options.named('attention')}: {what} · fix: {options.setting('attention', 'sdpa')}")
     begin("reading the config of the model")
     source = read_model(model, options)
+    if trainer is not None:
+        check_trainer(trainer, options, source.task)
     begin(f"building {source.architecture}")
     network = network_of(options, machine)
     with simulated_rank(options.world_size, None, machine, network) as simulated, step_errors(source):

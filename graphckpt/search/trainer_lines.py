@@ -145,11 +145,33 @@ def check_policy_file(path: str | Path) -> None:
         raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder")
 
 
-def check_trainer(name: str) -> None:
-    """Raises a ConfigError for a trainer without lines."""
-    if name not in TRAINERS:
-        what = f"expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {name!r}{did_you_mean(name, TRAINERS)}"
+def check_trainer(trainer: str, options: EstimateOptions, task: str | None = None) -> None:
+    """Raises a ConfigError for a trainer without lines, and for a training that it has none for.
+
+    Args:
+        trainer: What to check.
+        options: The training.
+        task: That of the model; ``None`` before its config is read.
+    """
+    if trainer not in TRAINERS:
+        guess = did_you_mean(trainer, TRAINERS)
+        what = f"expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {trainer!r}{guess}"
         raise ConfigError(f"--for: {what} · fix: --for transformers")
+    for_trainer = f"--for {trainer}"
+    if options.optimizer not in _OPTIMIZERS:
+        what = f"{options.setting('optimizer', options.optimizer)} has no lines of a trainer"
+        raise ConfigError(f"{for_trainer}: {what} · fix: {options.setting('optimizer', 'adamw-8bit')}")
+    if options.fused_backward:
+        name = options.named("fused_backward")
+        raise ConfigError(f"{for_trainer}: {name} has no lines of a trainer · fix: leave {name} out")
+    with_loss = {"trl": "trl", "liger": "transformers"}.get(options.loss, trainer)
+    if with_loss != trainer:
+        what = f"{options.setting('loss', options.loss)} has no lines of {trainer}"
+        raise ConfigError(f"{for_trainer}: {what} · fix: --for {with_loss}")
+    if trainer == "trl" and task not in ("causal-lm", None):
+        raise ConfigError(f"--for trl: expected a causal-lm, got {task} · fix: --for transformers")
+    if trainer == "lightning" and options.world_size is not None:
+        raise ConfigError("--for lightning: expected one process, got --world-size · fix: --for torch")
 
 
 def trainer_lines(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]], trainer: str) -> str:
@@ -163,24 +185,9 @@ def trainer_lines(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]
     Raises:
         ConfigError: It is another one, or cannot train this model.
     """
-    check_trainer(trainer)
-    options = setup.options
-    if options.optimizer not in _OPTIMIZERS:
-        what = f"{options.setting('optimizer', options.optimizer)} has no lines of a trainer"
-        raise ConfigError(f"--for {trainer}: {what} · fix: {options.setting('optimizer', 'adamw-8bit')}")
-    if options.fused_backward:
-        name = options.named("fused_backward")
-        raise ConfigError(f"--for {trainer}: {name} has no lines of a trainer · fix: leave {name} out")
-    loss = {"trl": "trl", "liger": "transformers"}.get(options.loss, trainer)
-    if loss != trainer:
-        what = f"{options.setting('loss', options.loss)} has no lines of {trainer}"
-        raise ConfigError(f"--for {trainer}: {what} · fix: --for {loss}")
-    if options.quantization is not None and setup.model is None:
+    check_trainer(trainer, setup.options, setup.task)
+    if setup.options.quantization is not None and setup.model is None:
         raise ConfigError(f"--for {trainer}: quantized weights are those of a model · fix: name the model")
-    if trainer == "trl" and setup.task != "causal-lm":
-        raise ConfigError(f"--for trl: expected a causal-lm, got {setup.task} · fix: --for transformers")
-    if trainer == "lightning" and setup.options.world_size is not None:
-        raise ConfigError("--for lightning: expected one process, got --world-size · fix: --for torch")
     lines = {"torch": _torch, "transformers": _transformers, "trl": _trl, "lightning": _lightning}[trainer]
     return "\n".join(lines(setup, policies))
 

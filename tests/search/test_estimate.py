@@ -39,6 +39,7 @@ from graphckpt.planning.steps import FakeStep
 from graphckpt.search import estimate as module
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate
+from graphckpt.search.pretrained import PretrainedModel
 from graphckpt.units import format_bytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -504,6 +505,10 @@ class TestCommand:
             (["--memory-budget", "24XB"], ["--memory-budget: '24XB': unknown unit 'XB' · fix: use 'GiB'"]),
             (["--cluster", "dgx", "--world-size", "8"], ["cluster: unknown profile 'dgx' · "]),
             (["--for", "trll"], ["--for: expected torch", "did you mean 'trl'? · fix: --for transformers"]),
+            (["--for", "torch", "--optimizer", "muon"], ["--for torch: --optimizer muon has no lines", "adamw-8bit"]),
+            (["--for", "trl", "--fused-backward"], ["--for trl: --fused-backward has no lines", "leave --fused-b"]),
+            (["--for", "torch", "--loss", "trl"], ["--for torch: --loss trl has no lines of torch · fix: --for trl"]),
+            (["--for", "lightning", "--world-size", "2"], ["--for lightning: expected one process", "--for torch"]),
             (["--save", "x.txt"], ["save: expected a file that ends in .yaml, got x.txt · fix: x.yaml"]),
             (["--save", "plans/x"], ["got plans/x · fix: plans/x.yaml"]),
             (["--save", "nowhere/x.yaml"], ["nowhere/x.yaml: cannot be written: nowhere is not a folder · fix: "]),
@@ -525,6 +530,14 @@ class TestCommand:
         assert "fix: a smaller --batch, a shorter --seq, --dtype bfloat16, --lora 16, or a device" in printed
         assert main(["estimate", folder, *flags, "--seq", "1000"]) == 2
         assert "got 1000 · fix: --seq 512" in capsys.readouterr().err
+
+    def test_a_trainer_that_cannot_train_the_model_is_an_error_before_it_is_built(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(PretrainedModel, "make", None)
+        folder = folder_of(CONFIGS["masked-lm"], tmp_path / "small")
+        assert main(["estimate", folder, "--device", "h100", "--for", "trl"]) == 2
+        assert "--for trl: expected a causal-lm, got masked-lm · fix: --for transformers" in capsys.readouterr().err
 
     def test_an_error_ends_the_command_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["estimate", "nobody/nothing", "--device", "h100"]) == 2
