@@ -222,7 +222,8 @@ def estimate_model(
     is_bound_by_update = last.binding == Phase.OPTIMIZER.value and has_temporaries
     fused = f"{options.setting('optimizer', 'adamw-fused')}, whose update has no temporaries"
     if runs.fault:
-        are_states_too_large = weight_bytes + gradient_bytes + optimizer_bytes > machine.memory_bytes
+        of_tensors = machine.memory_bytes - machine.context_bytes
+        are_states_too_large = weight_bytes + gradient_bytes + optimizer_bytes > of_tensors
         fixes = [*([fused] if is_bound_by_update else []), *_fixes(source, are_states_too_large=are_states_too_large)]
         more = "a device with more memory" if budget == "max" else f"a larger {options.named('memory_budget')}"
         notes.insert(0, f"{runs.fault} · fix: {', or '.join(filter(None, (', '.join(fixes), more)))}")

@@ -92,7 +92,7 @@ class DeviceProfile:
         """Returns the profile of the same device with another memory, in bytes or as ``"24GiB"``.
 
         Raises:
-            ConfigError: ``memory`` is 0, or not a size.
+            ConfigError: ``memory`` is not a size, or no more than the context of a process takes.
 
         >>> load_profile("h100").with_memory("24GiB").name
         'h100 of 24.0 GiB'
@@ -103,6 +103,9 @@ class DeviceProfile:
             raise ConfigError(f"memory: {str(error).removeprefix('memory size ')}") from None
         if num_bytes < _LEAST_MEMORY:
             raise ConfigError(f"memory: expected at least 1 MiB, got {format_bytes(num_bytes)} · fix: '24GiB'")
+        if num_bytes <= self.context_bytes:
+            what = f"expected more than the {format_bytes(self.context_bytes)} of the context of a process"
+            raise ConfigError(f"memory: {what}, got {format_bytes(num_bytes)} · fix: '24GiB'")
         return replace(self, name=f"{self.name} of {format_bytes(num_bytes)}", memory_bytes=num_bytes)
 
     def rounded(self, num_bytes: int) -> int:

@@ -21,6 +21,7 @@ from graphckpt.search.layout_result import LayoutComparison
 from graphckpt.search.layouts import Layout, StateBytes, layouts_of, parse_layout
 from graphckpt.simulation.cluster_profile import load_cluster
 from graphckpt.simulation.profile import load_profile
+from graphckpt.units import parse_bytes
 
 GPT2 = "configs/quickstart.py"
 LLAMA = "configs/llama_pretrain.py"
@@ -39,9 +40,8 @@ H100 = load_profile("h100")
 def checks_of(
     config: str = LLAMA, words: Sequence[str] = (), memory: str = "80GiB", cluster: str = "dgx-h100"
 ) -> LayoutChecks:
-    machine = H100.with_memory(memory)
     with ConfigSource(config, [*SMALL[config], *SIZES, *words]).checked() as run:
-        return LayoutChecks.of(run, machine, load_cluster(cluster), machine.memory_bytes)
+        return LayoutChecks.of(run, H100, load_cluster(cluster), parse_bytes(memory))
 
 
 def test_all_layouts_have_the_world_size() -> None:

@@ -89,6 +89,8 @@ class TestProfiles:
         [
             ("24Gi", "memory: '24Gi': unknown unit 'Gi' · fix: use 'GiB'"),
             (24, "memory: expected at least 1 MiB, got 24 B · fix: '24GiB'"),
+            ("1MiB", "memory: expected more than the 512 MiB of the context of a process, got 1.00 MiB · fix: '24GiB'"),
+            ("512MiB", "the context of a process, got 512 MiB · fix: '24GiB'"),
         ],
     )
     def test_a_memory_that_is_not_one_is_an_error(self, memory: int | str, message: str) -> None:
