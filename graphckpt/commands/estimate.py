@@ -40,9 +40,9 @@ _OPTIONS = (
     ("loop_options", "LoopOptions"),
 )
 _METAVARS = {
-    "batch": "N", "seq": "TOKENS", "dtype": "TYPE", "autocast": "TYPE", "lora": "RANK", "policy": "RULE",
-    "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N", "nodes": "N", "lora_targets": "NAMES",
-    "lora_dtype": "TYPE", "lora_dropout": "P", "accumulation": "N",
+    "batch": "N", "seq": "TOKENS", "packed": "TOKENS", "dtype": "TYPE", "autocast": "TYPE", "lora": "RANK",
+    "policy": "RULE", "memory_budget": "SIZE", "memory": "SIZE", "world_size": "N", "nodes": "N",
+    "lora_targets": "NAMES", "lora_dtype": "TYPE", "lora_dropout": "P", "accumulation": "N",
 }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     device: str | Path | DeviceProfile,
     batch: int = 1,
     seq: int | None = None,
+    packed: int | None = None,
     dtype: str | torch.dtype | None = None,
     autocast: str | torch.dtype | None = None,
     attention: str | None = None,
@@ -87,6 +88,8 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         device: The name of a device profile such as ``"h100"``, a profile file or a profile.
         batch: Samples of one step, of each rank.
         seq: Tokens of each sample. ``None`` is 2048, or all positions of a model that has fewer.
+        packed: Tokens of each of the samples that are packed into a row of ``seq`` tokens, whose attention
+            FlashAttention computes for each sample alone. ``None`` is one sample in a row.
         dtype: The type of the weights, such as ``"bfloat16"``. ``None`` is that of the config, else ``float32``.
         autocast: The type of ``torch.autocast``, such as ``"bfloat16"``. ``None`` is without autocast.
         attention: ``"sdpa"``, ``"eager"``, ``"flash"`` (FlashAttention-2) or ``"flex"``. ``None`` is the default
@@ -142,6 +145,7 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
     options = EstimateOptions(
         batch=batch,
         seq=seq,
+        packed=packed,
         dtype=dtype,  # type: ignore[arg-type]  # it becomes a string there
         autocast=autocast,  # type: ignore[arg-type]
         attention=attention,
@@ -464,7 +468,8 @@ def _assumptions(source: PretrainedModel, step: FakeStep, model: nn.Module) -> I
         yield f"images of {height} x {width} pixels"
     else:
         default = "" if options.seq else " (the default)"
-        yield f"sequences of {source.seq} tokens{default} without padding, no cache of keys and values"
+        packed = "" if options.packed is None else f", {source.seq // options.packed} samples packed into each"
+        yield f"sequences of {source.seq} tokens{default} without padding{packed}, no cache of keys and values"
     if source.task == "seq2seq-lm":
         yield "labels as long as the inputs, whose tokens count"
     if source.has_experts:

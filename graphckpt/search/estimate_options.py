@@ -31,7 +31,10 @@ _CHOICES = {
     "dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS,
     "quantization": QUANTIZATIONS, "lora_dtype": DTYPES, "loss": LOSSES,
 }  # fmt: skip
-_COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8, "nodes": 2, "accumulation": 4}  # each with an example
+_COUNTS = {
+    "batch": 8, "seq": 4096, "packed": 512, "lora": 16, "world_size": 8, "nodes": 2, "accumulation": 4,
+}  # fmt: skip
+"""Each with an example."""
 _ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -53,6 +56,9 @@ class EstimateOptions(FineTuneOptions, LoopOptions):
     """Samples of one step, of each rank."""
     seq: int | None = None
     """Tokens of each sample. ``None`` is 2048, or all positions of a model that has fewer."""
+    packed: int | None = None
+    """Tokens of each of the samples that are packed into a row of ``seq`` tokens, whose attention FlashAttention
+    computes for each sample alone. ``None`` is one sample in a row."""
     dtype: str | None = None
     """The type of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``None`` is that of the config."""
     autocast: str | None = None
@@ -170,6 +176,9 @@ class EstimateOptions(FineTuneOptions, LoopOptions):
             what = f"expected one of {', '.join(SHARDED_OPTIMIZERS)} with {self.named('world_size')}"
             fix = self.setting("optimizer", "adamw-fused")
             yield f"{self.named('optimizer')}: {what}, got {self.optimizer!r} · fix: {fix}"
+        if self.packed is not None and self.attention != "flash":
+            attention = self.setting("attention", "flash")
+            yield f"{self.named('packed')}: expected {attention} with it, got {self.attention!r} · fix: {attention}"
         if self.policy is not None and self.memory_budget != "max":
             policy = self.named("policy")
             what = f"expected no {policy} with it, got {policy} {self.policy!r}: it is the budget of the best plan"

@@ -134,9 +134,22 @@ class PretrainedModel:
             what = f"expected at most the {positions} positions of {self.name}, got {seq}"
             fix = self.options.setting("seq", positions)
             raise ConfigError(f"{self.options.named('seq')}: {what} · fix: {fix}")
+        self._check_packed()
         if self.task == "seq2seq-lm" and getattr(self.config, "decoder_start_token_id", None) is None:
             fix = 'add "decoder_start_token_id": 0, or the id of the model\'s first token'
             raise ConfigError(f"{self.name}: expected decoder_start_token_id in its config, got nothing · fix: {fix}")
+
+    def _check_packed(self) -> None:
+        packed, name = self.options.packed, self.options.named("packed")
+        if packed is None:
+            return
+        if self.task != "causal-lm":
+            raise ConfigError(f"{name}: expected nothing for {self.task}, got {packed} · fix: leave it out")
+        assert self.seq is not None
+        if self.seq % packed:
+            divisor = next(n for n in range(min(packed, self.seq), 0, -1) if self.seq % n == 0)
+            what = f"expected a number that divides the {self.seq} tokens of a row, got {packed}"
+            raise ConfigError(f"{name}: {what} · fix: {self.options.setting('packed', divisor)}")
 
     def make(
         self, device_type: str, inputs: Mapping[str, torch.Tensor] | None = None
@@ -197,7 +210,7 @@ class PretrainedModel:
         if attention is not None:
             settings["attn_implementation"] = ATTENTION_NAMES.get(attention, attention)
         if attention in ATTENTION_NAMES:
-            register_attention()
+            register_attention(self.options.packed)
         try:
             model: nn.Module = auto.from_config(self.config, **settings)
         except GraphckptError:

@@ -164,6 +164,8 @@ def check_trainer(trainer: str, options: EstimateOptions, task: str | None = Non
     if options.fused_backward:
         name = options.named("fused_backward")
         raise ConfigError(f"{for_trainer}: {name} has no lines of a trainer · fix: leave {name} out")
+    if options.packed is not None and trainer != "trl":
+        raise ConfigError(f"{for_trainer}: {options.named('packed')} has no lines of {trainer} · fix: --for trl")
     with_loss = {"trl": "trl", "liger": "transformers"}.get(options.loss, trainer)
     if with_loss != trainer:
         what = f"{options.setting('loss', options.loss)} has no lines of {trainer}"
@@ -274,6 +276,8 @@ def _trl(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> Ite
     yield "arguments = SFTConfig("
     yield from _arguments(setup)
     yield f"    max_length={setup.seq},"
+    if setup.options.packed is not None:
+        yield "    packing=True,"
     yield "    gradient_checkpointing=False,  # graphckpt recomputes; TRL's default is True"
     yield ")"
     if setup.options.loss != "trl":

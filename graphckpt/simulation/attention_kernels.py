@@ -5,6 +5,7 @@ Both save query, key, value, the result and the log-sum-exp of each row, as PyTo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,11 +18,15 @@ ATTENTION_NAMES: Final = {"flash": "graphckpt_fused", "flex": "graphckpt_flex"}
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def register_attention() -> None:
-    """Adds both to the attention functions of Transformers. They get no mask: every row is one whole sequence."""
+def register_attention(packed: int | None) -> None:
+    """Adds both to the attention functions of Transformers. They get no mask.
+
+    Args:
+        packed: Tokens of each of the samples that a row holds under FlashAttention; ``None`` if every row is one.
+    """
     from transformers import AttentionInterface  # noqa: PLC0415 - takes seconds
 
-    AttentionInterface.register(ATTENTION_NAMES["flash"], _flash)
+    AttentionInterface.register(ATTENTION_NAMES["flash"], partial(_flash, packed=packed))
     AttentionInterface.register(ATTENTION_NAMES["flex"], _flex)
 
 
@@ -38,9 +43,15 @@ def _call(
     return AttentionCall(query, key, value, None, dropout, is_causal, settings.get("scaling"), enable_gqa=True)
 
 
+def _window_of(call: AttentionCall, settings: dict[str, Any]) -> int | None:
+    """Returns the tokens that a layer with a sliding window goes back."""
+    window: int | None = settings.get("sliding_window")
+    return window if call.is_causal else None
+
+
 def _flash(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
-    dropout: float = 0.0, **settings: Any,
+    dropout: float = 0.0, *, packed: int | None, **settings: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     del attention_mask
     if query.dtype is torch.float32 and not torch.is_autocast_enabled("cpu"):  # as Transformers, after norms in float32
@@ -51,7 +62,7 @@ def _flash(
         got = f"{str(call.query.dtype).removeprefix('torch.')} and heads of {call.query.shape[-1]}"
         what = f"FlashAttention takes float16 or bfloat16 and heads of at most 256, got {got}"
         raise ConfigError(f"attention: {what} · fix: autocast='bfloat16', or attention='sdpa'")
-    return call.flash().transpose(1, 2).contiguous(), None
+    return call.flash_in_rows(packed, _window_of(call, settings)), None
 
 
 def _flex(
@@ -61,7 +72,7 @@ def _flex(
     del attention_mask, dropout  # which FlexAttention does not have
     call = _call(module, query, key, value, 0.0, settings)
     if call.query.dtype in _HALF:
-        return call.flash().transpose(1, 2).contiguous(), None
+        return call.flash_in_rows(None, _window_of(call, settings)), None
     groups = call.query.shape[1] // call.key.shape[1]
     if groups > 1:  # the kernel that stands in for it has none
         call.key, call.value = (t.repeat_interleave(groups, dim=1) for t in (call.key, call.value))

@@ -79,15 +79,41 @@ class AttentionCall:
 
     def flash(self) -> torch.Tensor:
         """Pads heads to a width of 8 n; grouped keys and values are not expanded."""
-        width = self.query.shape[-1]
+        width, tensors = self._padded()
         scale = 1 / sqrt(width) if self.scale is None else self.scale
-        missing = -width % 8
-        tensors = [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
         results = _aten._scaled_dot_product_flash_attention(
             *tensors, self.dropout_p, self.is_causal, False, scale=scale
         )
         out: torch.Tensor = results[0]
-        return out[..., :width] if missing else out
+        return out[..., :width]
+
+    def flash_in_rows(self, length: int | None, window: int | None) -> torch.Tensor:
+        """Calls FlashAttention as its library does, on (batch, tokens, heads, width), and returns a tensor like that.
+
+        Args:
+            length: Tokens of each of the samples that a row holds; ``None`` if a row is one sample.
+            window: Tokens that causal attention goes back, of a layer with a sliding window.
+        """
+        width, tensors = self._padded()
+        scale = 1 / sqrt(width) if self.scale is None else self.scale
+        query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+        rows = query.shape
+        if length is not None:
+            query, key, value = (tensor.reshape(-1, length, *tensor.shape[2:]) for tensor in (query, key, value))
+        tokens = query.shape[1]
+        left, right = (window - 1, 0) if window is not None and window < tokens else (None, None)
+        results = _aten._flash_attention_forward(
+            query, key, value, None, None, tokens, tokens, self.dropout_p, self.is_causal, False, scale=scale,
+            window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        out: torch.Tensor = results[0]
+        return out.reshape(rows)[..., :width]
+
+    def _padded(self) -> tuple[int, list[torch.Tensor]]:
+        """Returns the width of heads, and query, key and value with heads of a multiple of 8, as kernels take them."""
+        width = self.query.shape[-1]
+        missing = -width % 8
+        return width, [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
 
     def cudnn(self) -> torch.Tensor:
         results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(

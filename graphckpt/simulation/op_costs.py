@@ -46,8 +46,8 @@ _LEAST_CHANNELS = 8
 @cache
 def attention_kernel(packet: Any) -> str | None:
     """Returns the fused kernel that an op of attention is, or the backward of one; ``None`` for all other ops."""
-    name = getattr(packet, "__name__", "")
-    return next((kernel for kernel in FUSED_KERNELS if name.startswith(f"_scaled_dot_product_{kernel}_")), None)
+    name = getattr(packet, "__name__", "").removeprefix("_scaled_dot_product")
+    return next((kernel for kernel in FUSED_KERNELS if name.startswith(f"_{kernel}_attention")), None)
 
 
 def kinds_of(func: Any) -> tuple[str, ...]:
@@ -193,15 +193,22 @@ def _is_depthwise(packet: Any, args: tuple[Any, ...]) -> bool:
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Two matrix products over all pairs of positions, five in backward; a causal kernel skips half of the pairs."""
     # Of a backward the gradient precedes query, key and value.
-    is_backward = func.overloadpacket.__name__.endswith("_backward")
+    name = func.overloadpacket.__name__
+    is_backward = name.endswith("_backward")
     query, key, value = args[is_backward : is_backward + 3]
-    pairs = prod(query.shape[:-1]) * key.shape[-2]
-    q_width, v_width = query.shape[-1], value.shape[-1]
-    flops = 2.0 * pairs * ((3 * q_width + 2 * v_width) if is_backward else (q_width + v_width))
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal" and (args[position] if position < len(args) else kwargs.get("is_causal")):
-            return float(flops / 2)
-    return float(flops)
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    # FlashAttention's own op has the heads behind the tokens.
+    length = key.shape[-3 if name.startswith("_flash_") else -2]
+    pairs: float = query.numel() // query.shape[-1] * length
+    window = given.get("window_size_left")
+    if window is not None:
+        # Of a causal row of n tokens with a window of w: the last n - w see w tokens each, the first half as many.
+        pairs = pairs * (window + 1) * (2 * length - window - 1) / (2 * length**2)
+    elif given.get("is_causal"):
+        pairs = pairs / 2
+    q_width: int = query.shape[-1]
+    v_width: int = value.shape[-1]
+    return 2.0 * pairs * ((3 * q_width + 2 * v_width) if is_backward else (q_width + v_width))
 
 
 # A stream waits, or a block of memory is marked as in use; the collective itself is counted. All but the first since
@@ -252,15 +259,26 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _flash_backward(args: tuple[Any, ...]) -> int:
     """`mha_bwd` of PyTorch's flash_api.cpp: gradient of the query and row sums in float32; of grouped heads, all."""
     _, query, key, *_ = args
-    batch, heads, length, width = query.shape
+    return _flash_sums(query.shape, key.shape, query.element_size())
+
+
+def _flash_backward_in_rows(args: tuple[Any, ...]) -> int:
+    """The same on tensors with the heads behind the tokens."""
+    _, query, key, *_ = args
+    return _flash_sums(query.transpose(1, 2).shape, key.transpose(1, 2).shape, query.element_size())
+
+
+def _flash_sums(query: Sequence[int], key: Sequence[int], element_size: int) -> int:
+    batch, heads, length, width = query
     width_rounded = round_up(width, 32) if width <= 192 else 256
     accumulated = 4 * batch * heads * round_up(length, 128) * (width_rounded + 1)
-    expanded = 2 * batch * heads * key.shape[2] * width * query.element_size() if key.shape[1] != heads else 0
+    expanded = 2 * batch * heads * key[2] * width * element_size if key[1] != heads else 0
     return int(accumulated + expanded)
 
 
 _CUDA_TEMPORARIES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    _aten._flash_attention_backward: _flash_backward_in_rows,
     # `_efficient_attention_backward` of PyTorch's attention_backward.cu: row sums in float32.
     _aten._scaled_dot_product_efficient_attention_backward: lambda args: 4 * prod(args[1].shape[:-1]),
     # cuDNN documents nothing; assumed to be as in flash attention: gradient of the query and row sums in float32.

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig, T5Config
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, T5Config
 
 import graphckpt
 from graphckpt.errors import ConfigError
@@ -133,6 +133,40 @@ class TestAttention:
         assert estimated(attention="flex", dtype="float32").policies["keep"].allocated_bytes > 0
         assert estimated(attention="flash", dtype="float32", autocast="bfloat16").policies["keep"].fits
 
+    @pytest.mark.parametrize("options", [{"packed": 128}, {"window": 128}])
+    def test_samples_in_a_row_and_windows_take_less_time_and_the_same_bytes(self, options: dict[str, int]) -> None:
+        sizes = {**LLAMA.to_dict(), "max_position_embeddings": 8192, "architectures": None}
+        config = MistralConfig(**sizes | {"sliding_window": options.get("window"), "model_type": "mistral"})
+        settings: dict[str, Any] = {"seq": 8192, "dtype": "bfloat16", "policy": "keep", "attention": "flash"}
+        plain = graphckpt.estimate(MistralConfig(**sizes | {"sliding_window": None}), device="h100", **settings)
+        other = graphckpt.estimate(config, device="h100", packed=options.get("packed"), **settings)
+        assert other.policies["keep"].allocated_bytes == plain.policies["keep"].allocated_bytes
+        assert other.policies["keep"].seconds < 0.96 * plain.policies["keep"].seconds
+
+    def test_packed_rows_are_named(self) -> None:
+        text = text_of(estimated(attention="flash", packed=64))
+        assert "sequences of 512 tokens without padding, 8 samples packed into each" in text
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"packed": 64}, "packed: expected attention='flash' with it, got None · fix: attention='flash'"),
+            ({"packed": 0, "attention": "flash"}, "packed: expected a positive int, got 0 · fix: packed=512"),
+            (
+                {"packed": 100, "attention": "flash"},
+                "packed: expected a number that divides the 512 tokens of a row, got 100 · fix: packed=64",
+            ),
+            (
+                {"packed": 64, "attention": "flash", "task": "sequence-classification"},
+                "packed: expected nothing for sequence-classification, got 64 · fix: leave it out",
+            ),
+        ],
+    )
+    def test_samples_that_cannot_be_packed(self, options: dict[str, Any], text: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            estimated(**options)
+        assert text in str(error.value)
+
     def test_a_model_with_a_bias_of_positions(self) -> None:
         t5 = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)
         for name in ("flash", "flex"):
@@ -151,6 +185,7 @@ class TestAttention:
         ("transformers", {"accumulation": 4, "clip": True}, ["gradient_accumulation_steps=4,", "max_grad_norm=1.0,"]),
         ("transformers", {"loss": "liger"}, ["use_liger_kernel=True,"]),
         ("trl", {"loss": "trl", "attention": "flash"}, ["attn_implementation='flash_attention_2'"]),
+        ("trl", {"packed": 64, "attention": "flash"}, ["max_length=512,", "packing=True,"]),
         ("lightning", {"accumulation": 4, "clip": True}, ["accumulate_grad_batches=4, gradient_clip_val=1.0"]),
     ],
 )
@@ -164,3 +199,5 @@ def test_lines_of_a_trainer(trainer: str, options: dict[str, Any], lines: list[s
 def test_a_loss_without_lines_of_a_trainer() -> None:
     with pytest.raises(ConfigError, match="has no lines of torch · fix: --for transformers"):
         estimated(loss="liger").lines("torch")
+    with pytest.raises(ConfigError, match="packed has no lines of torch · fix: --for trl"):
+        estimated(packed=64, attention="flash").lines("torch")

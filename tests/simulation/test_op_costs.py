@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt.simulation.cuda_kernels import AttentionCall
 from graphckpt.simulation.op_costs import flops_of, moved_bytes, rate_name
 from graphckpt.simulation.profile import load_profile
 
@@ -95,6 +96,26 @@ def test_attention_with_grouped_heads_multiplies_for_each_head_of_the_query(kv_h
         torch.ops.aten._scaled_dot_product_flash_attention(query, key, key, 0.0, causal)[0].sum().backward()
     products = 2 * 8 * 32 * 48 * 16 * 2 / (2 if causal else 1)
     assert counted.flops == [2 * products, 5 * products]
+
+
+@pytest.mark.parametrize(("length", "window"), [(None, None), (8, None), (None, 8), (None, 64), (16, 8), (48, 48)])
+def test_attention_in_rows_counts_the_pairs_of_its_samples_and_windows(length: int | None, window: int | None) -> None:
+    tokens, heads, width = 48, 8, 16
+    query, key = (
+        meta(2, heads, tokens, width, dtype=torch.bfloat16, grad=True),
+        meta(2, 2, tokens, width, dtype=torch.bfloat16, grad=True),
+    )
+    with costs() as counted:
+        rows = AttentionCall(query, key, key, is_causal=True).flash_in_rows(length, window)
+        rows.backward(torch.empty_like(rows))
+    sample = length or tokens
+    # A token sees itself half, and whole those before it in its sample that the window reaches.
+    pairs = tokens // sample * sum(min(token + 0.5, window or tokens) for token in range(sample))
+    partly = 0.5 * (window or 0)  # a row of the window's width is counted as whole, up to half a token
+    products = [flops / (2 * 2 * heads * 2 * width) for flops in counted.flops if flops]
+    assert products[1] / products[0] == 2.5
+    assert products[0] == pytest.approx(pairs, abs=partly * tokens // sample)
+    assert rows.shape == (2, tokens, heads, width)
 
 
 def test_a_product_with_an_operand_that_is_broadcast() -> None:
