@@ -196,15 +196,15 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name = func.overloadpacket.__name__
     is_backward = name.endswith("_backward")
     query, key, value = args[is_backward : is_backward + 3]
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    by_name = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     # FlashAttention's own op has the heads behind the tokens.
     length = key.shape[-3 if name.startswith("_flash_") else -2]
     pairs: float = query.numel() // query.shape[-1] * length
-    window = given.get("window_size_left")
+    window = by_name.get("window_size_left")
     if window is not None:
         # Of a causal row of n tokens with a window of w: the last n - w see w tokens each, the first half as many.
         pairs = pairs * (window + 1) * (2 * length - window - 1) / (2 * length**2)
-    elif given.get("is_causal"):
+    elif by_name.get("is_causal"):
         pairs = pairs / 2
     q_width: int = query.shape[-1]
     v_width: int = value.shape[-1]
