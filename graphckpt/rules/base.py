@@ -109,20 +109,21 @@ def parse_rule(value: Any) -> Rule | None:
         return _class("full" if value else "keep")()
     if isinstance(value, dict) and "rule" in value:
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items() if k != "rule"}
-        rule = _class(value["rule"])
-        fields = [f.name for f in dataclasses.fields(rule)]
+        rule_class = _class(value["rule"])
+        fields = [f.name for f in dataclasses.fields(rule_class)]
         for key in settings:
             if key not in fields:
                 raise ConfigError(
-                    f"rule {rule.name!r}: expected one of its settings, got {key!r}{did_you_mean(key, fields)} · "
+                    f"rule {rule_class.name!r}: expected one of its settings, got {key!r}{did_you_mean(key, fields)} · "
                     f"fix: use {', '.join(map(repr, fields)) or 'none'}"
                 )
-        return rule(**settings)
+        return rule_class(**settings)
     if isinstance(value, str):
         name, *texts = value.split(":")
         fields = [f.name for f in dataclasses.fields(_class(name))]
         if texts and not fields:
             raise ConfigError(f"rule {name!r}: expected no setting, got {value!r} · fix: use {name!r}")
+        # A number sets the first field; a word sets `reduce` ("tiles:8:sum"), or the first field ("segments:log").
         named = "reduce" if "reduce" in fields else fields[0] if fields else ""
         values = {fields[0] if text.isdigit() else named: int(text) if text.isdigit() else text for text in texts}
         return parse_rule({"rule": name, **values})
@@ -131,11 +132,11 @@ def parse_rule(value: Any) -> Rule | None:
 
 def _class(name: Any) -> type[Rule]:
     _import_folder()
-    rule = Rule._registry.find(name) if isinstance(name, str) else None
-    if rule is None:
+    rule_class = Rule._registry.find(name) if isinstance(name, str) else None
+    if rule_class is None:
         suggestion = did_you_mean(str(name), Rule._registry.names())
         raise ConfigError(f"expected a rule, got {name!r}{suggestion} · fix: use {_names()}")
-    return rule
+    return rule_class
 
 
 def _names() -> str:

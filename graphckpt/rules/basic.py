@@ -14,7 +14,7 @@ from graphckpt.engine.excluded import run_excluded
 from graphckpt.engine.execution import innermost, running
 from graphckpt.engine.frame import Frame
 from graphckpt.rules.base import Rule
-from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
+from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_of_full
 
 
 @final
@@ -47,6 +47,7 @@ class Full(Rule):
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it once. Within a recomputed block, it belongs to that one."""
         # With a separate frame it would be recomputed twice: with the block around it, and by itself.
+        # `running` is nearly always `None`. Where it is not, `innermost` drops what an interrupt has left behind.
         if running.get() is not None and innermost() is not None:
             return function(*args, **kwargs)
         return Frame(block, function).run(args, kwargs)
@@ -54,7 +55,7 @@ class Full(Rule):
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block under PyTorch's checkpoint."""
         del module
-        return checkpoint_in_graph(function, args, kwargs, contexts_around(function))
+        return checkpoint_in_graph(function, args, kwargs, contexts_of_full(function))
 
 
 @final

@@ -1,4 +1,4 @@
-"""What an op reads, writes and makes, by its schema and by the memory of its arguments and results."""
+"""The tensors that an op reads, writes and makes, by its schema and by the memory of its arguments and results."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ PLAIN_CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 
 
 class Effects(NamedTuple):
-    """What an op reads, writes and makes."""
+    """The tensors that an op reads, writes and makes."""
 
     reads: list[torch.Tensor]
     writes: list[torch.Tensor] | None
-    """What it writes to by its schema; ``None`` if that says that it writes to nothing."""
+    """The arguments that its schema marks as written; ``None`` if it marks none, as for most ops."""
     statistics: list[torch.Tensor]
-    """Running statistics that it updates, of which its schema does not say so."""
+    """Running statistics that it updates although its schema does not mark them."""
     makes: list[torch.Tensor]
+    """The tensors that it returns."""
     leaves: list[Any]
-    """Of its output, with ``makes`` among them."""
+    """All leaves of its output; ``makes`` are the tensors among them."""
     spec: Any
+    """The pytree structure of its output; ``None`` if it is one tensor."""
     is_view: bool
     """Whether it returns views of what it reads."""
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Effects | None:
-        """Returns ``None`` where that cannot be said: without a schema, or of tensors that are not plain."""
+        """Returns ``None`` if they are unknown: the op has no schema (a higher-order op), or a tensor is not plain."""
         schema = getattr(func, "_schema", None)
         reads = list(tensors_among(chain(args, kwargs.values())))
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
@@ -77,22 +79,24 @@ _BATCH_NORMS = (
     "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
     "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
 )  # fmt: skip
-_POSITIONS_OF_STATISTICS = {
+_ARGUMENT_POSITIONS = {
     op: {argument.name: position for position, argument in enumerate(op._schema.arguments)}
     for op in (getattr(torch.ops.aten, name).default for name in _BATCH_NORMS)
 }
+"""By op of a batch norm: the position of each of its arguments by name."""
 
 
 def statistics_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the running statistics that a batch norm updates, empty for any other op and in evaluation."""
-    positions = _POSITIONS_OF_STATISTICS.get(func)
+    positions = _ARGUMENT_POSITIONS.get(func)
     if positions is None:
         return []
 
     def value(name: str, default: Any) -> Any:
-        position = positions.get(name, len(args))
+        position = positions.get(name, len(args))  # behind all positional arguments if the op has none of this name
         return args[position] if position < len(args) else kwargs.get(name, default)
 
+    # Ops without this argument, such as `batch_norm_update_stats`, always train.
     if not value("training", default=True):
         return []
     return [t for name in ("running_mean", "running_var") if (t := value(name, default=None)) is not None]

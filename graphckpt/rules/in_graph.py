@@ -21,9 +21,9 @@ _ANNOTATION = "graphckpt_excluded"
 
 @final
 class ForwardInGraph:
-    """The forward of a block, as the compiler traces it: it does not support ``MethodType``.
+    """The forward of a block in a form that the compiler can trace: it does not support ``MethodType``.
 
-    ``inner`` is what another library has put in place of the forward of its class.
+    ``inner`` is the function that another library has set as ``module.forward``; ``None`` for that of the class.
     """
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, *, has_excluded: bool) -> None:
@@ -45,9 +45,9 @@ def checkpoint_in_graph(
     def call(*args: Any) -> Any:  # keyword arguments may have the names of checkpoint's arguments
         return function(*args, **kwargs)
 
-    # The compiler takes what has this name for checkpoint, even where a program has put another function in its place.
+    # Read at each call: the compiler takes what has this name for checkpoint, even if a program has replaced it.
     checkpoint = torch_checkpoint.checkpoint
-    if context_fn is noop_context_fn:  # which the compiler takes for contexts that it cannot trace
+    if context_fn is noop_context_fn:  # the default: passed explicitly, the compiler takes it for a policy to trace
         return checkpoint(call, *args, use_reentrant=False)
     return checkpoint(call, *args, use_reentrant=False, context_fn=context_fn)
 
@@ -63,14 +63,14 @@ def contexts_of(policy: Callable[..., CheckpointPolicy]) -> Callable[[], Any]:
     return partial(create_selective_checkpoint_contexts, partial(_decide, policy))
 
 
-def contexts_around(function: Callable[..., Any]) -> Callable[[], Any]:
-    """Returns the ``context_fn`` that recomputes ``function``, except for its excluded children."""
+def contexts_of_full(function: Callable[..., Any]) -> Callable[[], Any]:
+    """Returns the ``context_fn`` that recomputes all of ``function``, except for its excluded children."""
     return _EXCLUDING if getattr(function, "has_excluded", False) else noop_context_fn
 
 
 def _decide(policy: Callable[..., CheckpointPolicy], context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     if get_current_meta().get("custom", {}).get(_ANNOTATION):
-        return CheckpointPolicy.PREFER_SAVE
+        return CheckpointPolicy.PREFER_SAVE  # of an excluded child: the compiler decides, as outside of a checkpoint
     return policy(context, func, *args, **kwargs)
 
 

@@ -91,18 +91,22 @@ _COLLECTIVE_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional
 @final
 @dataclass(slots=True)
 class OpCall:
-    """One op of the original forward. ``number`` counts the earlier calls of the same op."""
+    """One op of the original forward.
+
+    Its *position* is its index among all ops of the forward, its *number* that among the calls of the same op: in
+    ``mm, relu, mm`` the second ``mm`` has position 2 and number 1.
+    """
 
     func: Op
     number: int
     inputs: frozenset[int]
-    """The earlier calls of the block whose results it reads; none if it reads only a size."""
+    """The positions of the ops whose results it reads; none if it reads only a size."""
     outputs: tuple[Any, ...]
     """The :class:`TensorMeta` of each tensor that it returns, and what else it returns."""
     spec: Any
     """Of the value that holds the outputs; ``None`` if it is one tensor."""
-    mutates: bool = False
-    """Whether it is an in-place op: it writes to its first argument alone and returns it."""
+    is_in_place: bool = False
+    """Whether it writes to its first argument alone and returns it. Other ops that write have :attr:`must_run`."""
     is_view: bool = False
     must_run: bool = False
     """Whether it has side effects: writes to a tensor from outside the block, is a collective, returns no tensor."""
@@ -118,7 +122,7 @@ class OpCall:
 
     @property
     def can_be_kept(self) -> bool:
-        return not (self.is_view or self.mutates or self.must_run or self.is_mutated)
+        return not (self.is_view or self.is_in_place or self.must_run or self.is_mutated)
 
 
 @final
@@ -126,23 +130,23 @@ class OpCall:
 class OpGraph:
     """The ops of one forward, in order.
 
-    To take a result for needed that is not costs time alone. The reverse shows in the recomputation, which then meets a
-    tensor without values, and is made once more with all ops.
+    A result that counts as needed although it is not costs only time. The opposite error shows in the recomputation,
+    which meets a tensor without values, and is repeated with all ops.
     """
 
     calls: list[OpCall] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
-    """The calls whose results autograd saves."""
+    """The positions of the ops whose results autograd saves."""
     saved_bytes: int = 0
     """Bytes of these results."""
     num_saving: int = 0
-    """The number of calls before the last tensor that autograd saves, where a recomputation ends."""
+    """The number of ops up to the last tensor that autograd saves, where a recomputation ends."""
     is_complete: bool = True
     """Whether all ops of the block are in the graph. ``False`` with tensor subclasses such as DTensor, sparse tensors,
     higher-order ops or a recomputed block inside of it."""
     _saved_storages: set[int] = field(default_factory=set)
     _producer: WeakKeyDictionary[torch.UntypedStorage, int] = field(default_factory=WeakKeyDictionary)
-    """By storage: the call that has written it last. Weak, since a new storage may have the id of one that is freed."""
+    """By storage: the position of the op that has written it last. Weak keys, as ids of freed storages are reused."""
 
     def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         effects = Effects.of(func, args, kwargs, output)
@@ -150,28 +154,28 @@ class OpGraph:
             self.is_complete = False
             return
         # Read before this op is added as the producer of what it writes: `y.add_(1)` reads the `y` of an earlier op.
-        producers = frozenset(m for t in effects.reads if (m := self._producer.get(t.untyped_storage())) is not None)
+        producers = frozenset(p for t in effects.reads if (p := self._producer.get(t.untyped_storage())) is not None)
         call = OpCall(func, number, producers, tuple(map(_meta, effects.leaves)), effects.spec)
-        own, results = len(self.calls), effects.makes
+        own_position, results = len(self.calls), effects.makes
         call.is_view, call.has_statistics = effects.is_view, bool(effects.statistics)
         if effects.writes is not None:
             # `y.add_(1)` on a `y` of the block can be skipped with `y`. An op that writes to other arguments, or to a
             # tensor from before the block, has an effect that outlives the recomputation: it must run.
-            call.mutates = len(effects.writes) == 1 and effects.writes[0] is output and args[0] is output
-            call.must_run = not call.mutates or output.untyped_storage() not in self._producer
+            call.is_in_place = len(effects.writes) == 1 and effects.writes[0] is output and args[0] is output
+            call.must_run = not call.is_in_place or output.untyped_storage() not in self._producer
         modified = dict.fromkeys(t.untyped_storage() for t in chain(effects.writes or (), effects.statistics))
         for storage in modified:  # several may be views of one; `instance_norm` repeats statistics for each sample
             producer = self._producer.get(storage)
             if producer is not None:
                 self.calls[producer].is_mutated = True
-        self._producer.update(dict.fromkeys((t.untyped_storage() for t in effects.writes or ()), own))
+        self._producer.update(dict.fromkeys((t.untyped_storage() for t in effects.writes or ()), own_position))
         # Now all is there that says whether the result can be kept, and so whether this op is the producer of its
         # memory. A view is not: the op that has made its memory stays the producer, and is what readers of the view
         # depend on.
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
         call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         if call.can_be_kept:
-            storages = dict.fromkeys((result.untyped_storage() for result in results), own)
+            storages = dict.fromkeys((result.untyped_storage() for result in results), own_position)
             call.num_bytes = sum(storage.nbytes() for storage in storages)
             self._producer.update(storages)
         # A view reads no values. If only an undispatched kernel reads the view, its base counts as unread: see `roots`.
@@ -184,7 +188,8 @@ class OpGraph:
         self.calls.append(call)
 
     def saves(self, tensor: torch.Tensor) -> None:
-        # what an op fills after autograd has saved it is complete once the op has run
+        # Autograd saves the inputs of an op before it is in `calls`, and the results after. An input that the op may
+        # still fill, as `rrelu` fills its noise, is complete only behind that op: one more.
         self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
         if not is_plain_tensor(tensor):
             self.is_complete = False
@@ -202,28 +207,29 @@ class OpGraph:
         self._saved_storages.clear()
 
     def roots(self) -> set[int]:
-        """Returns the calls that a recomputation needs whatever is kept.
+        """Returns the positions of the ops that a recomputation needs whatever is kept.
 
-        Those are calls whose results autograd saves, calls with other effects, random ops, which advance the generator
-        for later ones, updates of running statistics, and calls whose results no op reads: a custom kernel that is not
+        Those are ops whose results autograd saves, ops with side effects, random ops, which advance the generator
+        for later ones, updates of running statistics, and ops whose results no op reads: a custom kernel that is not
         dispatched may read them.
         """
         roots = {
-            number
-            for number, call in enumerate(self.calls[: self.num_saving])
+            position
+            for position, call in enumerate(self.calls[: self.num_saving])
             if call.must_run or call.is_random or call.has_statistics or not (call.is_read or call.is_view)
         }
         return roots | self.saved
 
     def needed(self, is_kept: Callable[[OpCall], bool]) -> set[int]:
+        """Returns the positions of the roots and of all that they are computed from, back to kept results."""
         needed: set[int] = set()
         todo = list(self.roots())
         while todo:
-            number = todo.pop()
-            if number not in needed:
-                needed.add(number)
-                if not is_kept(self.calls[number]):
-                    todo.extend(self.calls[number].inputs)
+            position = todo.pop()
+            if position not in needed:
+                needed.add(position)
+                if not is_kept(self.calls[position]):
+                    todo.extend(self.calls[position].inputs)
         return needed
 
 
@@ -234,7 +240,7 @@ def _meta(leaf: Any) -> Any:
 
 
 Key: TypeAlias = "tuple[Op, int]"
-"""An op, and how often it has been called before in the block."""
+"""An op and its number: how often it has been called before in the block."""
 
 Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 """Called with an op's result, the op, its arguments, and how often it was called before in the block."""
@@ -276,12 +282,13 @@ class OpSchedule:
 
     keys: list[Key]
     cached: set[int]
-    """The ops whose results are kept."""
+    """The positions of the ops whose results are kept."""
     skipped: dict[int, OpCall]
+    """By position: the ops that a recomputation does not run."""
     num_saved: int
     """How many tensors autograd saves."""
     updates: frozenset[int] = frozenset()
-    """The ops that update running statistics."""
+    """The positions of the ops that update running statistics."""
     is_valid: bool = True
     """``False``: calls did not follow it, or not all ops of the block are visible."""
 
@@ -302,7 +309,7 @@ class OpSchedule:
 
     def without_values(self, position: int, args: Any) -> Any:
         call = self.skipped[position]
-        if call.mutates:
+        if call.is_in_place:
             return args[0]
         leaves = [WithoutValues.like(meta) if isinstance(meta, TensorMeta) else meta for meta in call.outputs]
         return leaves[0] if call.spec is None else pytree.tree_unflatten(leaves, call.spec)
@@ -327,11 +334,13 @@ class SavedResult(NamedTuple):
     """A kept result of an op: its leaves; ``spec`` is ``None`` if it is one tensor."""
 
     leaves: list[Any]
-    """And after them what the op has written as running statistics, for the ops behind it."""
+    """And behind them copies of the running statistics that the op has updated: later ops may read these."""
     spec: Any
     versions: list[tuple[torch.Tensor, int]]
-    random: RNGState | None  # after an op that draws random numbers, for the ops behind it
+    random: RNGState | None
+    """The RNG state after an op that draws random numbers: later ops must draw those that follow."""
     num_statistics: int
+    """How many of the leaves are running statistics."""
 
     def take(self) -> list[Any] | None:
         """Returns the leaves; ``None`` if one was modified in place, by code after the block: the op is recomputed."""
@@ -353,11 +362,11 @@ class SelectiveContexts(Contexts):
         self.schedule: OpSchedule | None = None
         """The schedule of an earlier call, which this one follows; after the forward, that of the recomputation."""
         self.position = 0
-        """Of the next op of the original forward in the schedule."""
+        """Of the next op of the original forward; it counts only while the call follows a schedule."""
         self._signature = signature
         self._num_saved = 0  # tensors that autograd has saved
         self._results: dict[Key, SavedResult] = {}
-        self._fetched: dict[Key, list[Any]] = {}
+        self._fetched: dict[Key, list[Any]] = {}  # results that hooks around have returned, before the recomputation
         self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
         self._keys: list[Key] = []  # of all results that were kept, in order
         self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
@@ -432,7 +441,8 @@ class SelectiveContexts(Contexts):
     def is_found_by_number(self, func: Op) -> bool:
         """Whether a result is known by how often its op was called before, whatever ops come in between.
 
-        A cast is not: autocast casts a weight once per region, so in one of the two executions alone.
+        A cast is not: autocast casts a weight once per region, so in one of the two executions alone. Nor is an op of
+        which a list names some results: a number means another result if the ops of the block differ.
         """
         return func is not CAST and (self._signature is None or func in getattr(self.policy, "ops", ()))
 
@@ -466,7 +476,8 @@ class SelectiveContexts(Contexts):
         elif schedule is not None and (self._num_saved, self.position) != (schedule.num_saved, len(schedule.keys)):
             self.leave_schedule(frame)
         if self.schedule is not None and any(call.is_random for call in self.schedule.skipped.values()):
-            frame.random_after = None  # which no recomputation reaches, as it does not draw all numbers
+            # Without a check of the RNG state: a recomputation that skips random ops never reaches this state.
+            frame.random_after = None
 
     def _release(self, keys: Iterable[Key], frame: Frame) -> None:
         for key in keys:
@@ -579,7 +590,7 @@ class ForwardMode(OpMode):
         else:
             self._leave_schedule(position + 1)
             is_wanted = _makes_new_tensors(func) and contexts.policy(output, func, args, kwargs, key[1])
-            # Without a schedule, the recomputation cannot use any result.
+            # Without a schedule, the recomputation finds results by number alone.
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
         # Not looked up for each op, which would hash it: the schedule knows. Not `schedule`, which the call may have
         # left.
@@ -597,6 +608,7 @@ class ForwardMode(OpMode):
         return output
 
     def _leave_schedule(self, num_calls: int) -> None:
+        """Goes on without a schedule after ``num_calls`` ops, which were not counted while it gave their numbers."""
         if self._contexts.schedule is not None:
             self._numbers.update(func for func, _ in self._contexts.schedule.keys[:num_calls])
             self._contexts.leave_schedule(self._frame)
@@ -609,6 +621,7 @@ class RecomputationMode(OpMode):
     def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
         super().__init__(contexts, frame)
         self._schedule = contexts.schedule
+        # Parameters with the memory that they have now: what forward assigns to `.data` must not outlive it.
         tensors = frame.block.tensors() if contexts.assigns_data else ()
         self._memory = [
             (each, each.data) for each in tensors if type(each) is torch.nn.Parameter and is_plain_tensor(each)

@@ -3,7 +3,7 @@
 ::
 
     "sqrt", 9 children   [0 1 2] [3 4 5]  6 7 8      the last segment is kept: backward needs it first
-    "log",  8 children   [[0 1] [2] 3] [[4] 5] [6] 7    halves of halves: a bracket is recomputed when needed
+    "log",  8 children   [[[0] 1] [2] 3] [[4] 5] [6] 7    halves of halves: a bracket is recomputed when needed
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from graphckpt.engine.excluded import run_kept
 from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
+from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_of_full
 
 Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
+"""Returns the function to call in place of a child or a segment, such as one with the layers' own checkpointing off."""
 
 
 def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +76,8 @@ class Segments(Rule):
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)  # raises what nn.Sequential raises
         with block.run_in_record():
+            # `function` itself is not called. What it does around forward, the method `wrap` that it may have repeats
+            # around each part: see `_Suspended` in graphckpt/blocks/forward.py.
             return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
@@ -85,7 +88,7 @@ class Segments(Rule):
         """Runs each segment but the last under PyTorch's checkpoint."""
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)
-        return run_segments_in_graph(list(module.children()), self.num_segments, args[0], contexts_around(function))
+        return run_segments_in_graph(list(module.children()), self.num_segments, args[0], contexts_of_full(function))
 
 
 def run_segments(
@@ -149,8 +152,11 @@ def run_segments_in_graph(
 def segment_starts(*, num_children: int, num_segments: int | str) -> tuple[int, ...]:
     """Splits a chain of children into segments of nearly equal length.
 
-    Saved at once are one input per run and one run in full, so the peak is least near ``sqrt(num_children)`` runs (Chen
-    et al. 2016, arXiv:1604.06174).
+    Saved at once are the input of each segment and all tensors of one segment, so the peak is least near
+    ``sqrt(num_children)`` segments (Chen et al. 2016, arXiv:1604.06174).
+
+    Returns:
+        The position of the first child of each segment.
 
     >>> segment_starts(num_children=10, num_segments=3)
     (0, 3, 6)

@@ -41,8 +41,8 @@ PRESETS: dict[str, frozenset[Op]] = {
 }  # fmt: skip
 PRESETS["matmul+attention"] = PRESETS["matmul"] | PRESETS["attention"]
 
-_SOME = re.compile(r"(?P<op>[^\[\]]+)\[(?P<numbers>\d+(,\d+)*)\]")
-_FUNCTIONS = (BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # which are no policies
+_NUMBERED = re.compile(r"(?P<op>[^\[\]]+)\[(?P<numbers>\d+(,\d+)*)\]")  # "aten.mm.default[0,2]"
+_FUNCTIONS = (BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # callable, but not policies
 _OPS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 _SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD})
@@ -74,6 +74,7 @@ class Selective(Rule):
     label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        # Attributes and not fields, so that equality and `describe` see `save` as the user has written it.
         policy = _policy(self.save)
         in_graph = partial(_decision, policy.decide if isinstance(policy, NamedOps) else self.save)
         object.__setattr__(self, "_policy", policy)
@@ -86,8 +87,9 @@ class Selective(Rule):
         """Runs the block; backward will recompute it, except for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
         signature = None
-        # Whether gradients are required too: autograd saves other tensors for a frozen input.
-        if isinstance(policy, NamedOps):  # what calls that run the same ops have in common, as a rule
+        if isinstance(policy, NamedOps):
+            # Calls with equal signatures run the same ops, as a rule; `SelectiveContexts` notices where they do not.
+            # `requires_grad` is a part of it: autograd saves other tensors for a frozen input.
             leaves, _ = flatten_call(args, kwargs)
             tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             signature = tuple((shape_of(tensor), tensor.dtype, tensor.requires_grad) for tensor in tensors)
@@ -118,7 +120,7 @@ def _policy(save: Any) -> Policy:
     if isinstance(save, str) and save in PRESETS:
         return NamedOps(PRESETS[save])
     if isinstance(save, (list, tuple, set, frozenset)):
-        return _read(save)
+        return _parse_ops(save)
     if isinstance(save, _FUNCTIONS) or getattr(save, "__module__", None) == nn.functional.__name__:
         what = "expected a list of ops or a policy function"
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
@@ -138,16 +140,16 @@ def _policy(save: Any) -> Policy:
     )
 
 
-def _read(entries: Iterable[Any]) -> NamedOps:
+def _parse_ops(entries: Iterable[Any]) -> NamedOps:
     """Returns the policy that a list of ops means."""
     all_calls: set[Op] = set()
     some: dict[Op, set[int]] = {}
     names: dict[str, tuple[frozenset[Op], set[int] | None]] = {}
     for entry in entries:
-        numbered = _SOME.fullmatch(entry) if isinstance(entry, str) else None
+        numbered = _NUMBERED.fullmatch(entry) if isinstance(entry, str) else None
         name = entry if numbered is None else numbered["op"]
         is_preset = isinstance(name, str) and name in PRESETS
-        ops = PRESETS[name] if is_preset else frozenset([_op(name)])
+        ops = PRESETS[name] if is_preset else frozenset([_parse_op(name)])
         numbers = None if numbered is None else set(map(int, numbered["numbers"].split(",")))
         names[str(entry)] = ops, numbers
         if numbers is None:
@@ -158,7 +160,7 @@ def _read(entries: Iterable[Any]) -> NamedOps:
     return NamedOps(all_calls, some, names)
 
 
-def _op(op: Any) -> Op:
+def _parse_op(op: Any) -> Op:
     if isinstance(op, torch._ops.OpOverloadPacket):
         op = str(op)
     if isinstance(op, str):

@@ -92,13 +92,13 @@ class Tiles(Rule):
             raise ConfigError(f"{name}: tiles: {what} · fix: use activation_checkpointing = True on this block")
         # Dimension -2 exists in tensors of 2 dimensions or more, dimension 1 likewise.
         dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
-        able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
-        size = leaves[able[0]].shape[self.tile_dim] if able else 0
+        with_dim = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
+        size = leaves[with_dim[0]].shape[self.tile_dim] if with_dim else 0
         if not size:
             raise ConfigError(
                 f"{name}: tiles: expected a tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
             )
-        tiled = [i for i in able if leaves[i].shape[self.tile_dim] == size]
+        tiled = [i for i in with_dim if leaves[i].shape[self.tile_dim] == size]
         num_tiles = min(self.num_tiles, size)
         if num_tiles < self.num_tiles and note is not None:
             note(f"tiles: {num_tiles} slices in place of {self.num_tiles}, the size of dimension {self.tile_dim}")
@@ -107,7 +107,7 @@ class Tiles(Rule):
         cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}
         outputs: Any = []
         sizes: list[int] = []
-        # A cache that each slice extends: slices 2 to n would attend to the keys of those before.
+        # Such as a cache that each slice extends: slices 2 to n would attend to the keys of those before.
         shared = copy_objects(leaves)
         for number in range(num_tiles):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
@@ -136,10 +136,8 @@ class Tiles(Rule):
                     "mean"
                 )
             actual = reduction_of(first)
-            if actual not in (
-                None,
-                self.reduce,
-            ):  # else loss and gradients would be several times as large, or as small
+            # With another reduction, loss and gradients would be too large or too small by about the number of slices.
+            if actual not in (None, self.reduce):
                 raise ConfigError(
                     f"{name}: tiles: reduce: expected {actual!r}, as its loss has reduction={actual!r}, got "
                     f"{self.reduce!r} · fix: Tiles({self.num_tiles}, reduce={actual!r})"
