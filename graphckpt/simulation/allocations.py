@@ -74,7 +74,7 @@ class AllocationLog:
         """
         sizes: dict[int, int] = {}
         level = dict.fromkeys(get_args(StorageKind), 0)
-        peak, total = level, 0
+        peak, total = level, 0  # of kinds, and bytes of all kinds
         for number, step in enumerate(self.steps, 1):
             for storage, num_bytes, _ in step:
                 change = rounded(num_bytes) if num_bytes else -sizes.pop(storage, 0)
@@ -84,7 +84,7 @@ class AllocationLog:
                 total += change
                 if number == len(self.steps) and total > sum(peak.values()):
                     peak = level.copy()
-            if number == len(self.steps) - 1:
+            if number == len(self.steps) - 1:  # the last step begins at this level
                 peak = level.copy()
         return peak
 
@@ -105,12 +105,13 @@ class AllocationLog:
         replacements = _replacements(self.steps[-2], last)
         births = [entry.storage for entry in last if entry.num_bytes]
         end = 1 + max((entry.storage for step in self.steps for entry in step), default=0)
-        names = {storage: storage for storage in births}
+        names = {storage: storage for storage in births}  # of the last step's storages, in the present repetition
         for _ in range(num_steps + 1 - len(self.steps)):
             older = {old: names[new] for old, new in replacements.items()}
             names = {storage: end + number for number, storage in enumerate(births)}
             end += len(births)
             renamed = names | older
+            # The last step may free what no other storage comes in place of. That happens once: it is not renamed.
             yield [Allocation(renamed[storage], *rest) for storage, *rest in last if storage in renamed]
 
 
@@ -149,7 +150,7 @@ class Replay:
     @property
     def is_steady(self) -> bool:
         """Whether no step after the second has to release segments, each of which waits for the device."""
-        return not any(self.retries[3:])
+        return not any(self.retries[3:])  # before the first step, the first step, the second step, and from here on
 
 
 def replay(
@@ -210,7 +211,7 @@ def least_capacity(
     options.
     """
     unlimited = replay(log, rules, **options)
-    low, high = unlimited.allocated_bytes - 1, unlimited.reserved_bytes
+    low, high = unlimited.allocated_bytes - 1, unlimited.reserved_bytes  # `low` is too small, `high` is enough
     while high >= enough and high - low > max(_PRECISION, precision):
         # Each replay decides a range: an allocator that reserves 40 MiB of 50, and is refused a segment that would
         # make it 60, does the same with any capacity from 40 to below 60.
@@ -265,9 +266,9 @@ class AllocationTrace(LiveBytes):
         self._extra_bytes = extra_bytes
         # The number of each storage that is alive, by its id.
         self._numbers: dict[int, int] = {}
-        # The bytes of each storage, by its number.
+        # The bytes of each storage that was ever alive, by its number.
         self._sizes: list[int] = []
-        self._num_ops = 0
+        self._num_ops = 0  # for subclasses
         # The streams of a simulated step by their numbers; FSDP2 gathers and reduces on separate streams.
         self._streams: list[object] = [torch.cpu.current_stream()]
 
@@ -289,7 +290,7 @@ class AllocationTrace(LiveBytes):
     def add(self, num_bytes: int) -> None:
         """Logs memory that is allocated and never freed, such as a workspace of a library."""
         if num_bytes > 0:
-            self._change(num_bytes, _ADDED)
+            self._change(num_bytes, _ADDED)  # a second call resizes what the first one has added
 
     def begin_step(self) -> None:
         """Begins another step, whose peak and seconds count from now on."""
@@ -308,11 +309,12 @@ class AllocationTrace(LiveBytes):
         self.total_seconds += seconds
 
     def _change(self, num_bytes: int, key: int) -> None:
+        """Logs that the storage with the id ``key`` has ``num_bytes`` more than before, or less if negative."""
         number = self._numbers.pop(key, None)
         if number is not None:  # freed, or resized: then it is another storage from now on
             super()._change(-self._rounded(self._sizes[number]), key)
             self._end(number)
-            num_bytes += self._sizes[number]
+            num_bytes += self._sizes[number]  # from here on all that it has
             if num_bytes == 0:
                 return
         elif num_bytes == 0 and key not in self._alive:

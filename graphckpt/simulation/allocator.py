@@ -180,10 +180,10 @@ class CachingAllocator:
         self.num_retries = 0
         """How often free segments were released because there was no memory for another one."""
         self.refused_bytes = 0
-        """The least capacity with which another segment would have been reserved than with the present one; 0 if none
-        was refused. With any capacity from :attr:`peak_reserved_bytes` to just below it the allocator does the same."""
+        """The least capacity with which a refused segment would have been reserved; 0 if none was refused. With any
+        capacity from :attr:`peak_reserved_bytes` to just below it, it does the same as with the present one."""
         self._pools: dict[tuple[int, int, bool], _Pool] = {}
-        self._end = LARGE_SEGMENT  # of the addresses so far; addresses only order blocks of equal size
+        self._end = LARGE_SEGMENT  # the next free address; addresses only order blocks of equal size
 
     def allocate(self, num_bytes: int, *, stream: int = 0, private_pool: int = 0) -> SegmentBlock:
         """Returns a block of at least ``num_bytes``, which must be above 0.
@@ -221,6 +221,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: SegmentBlock) -> None:
+        """Returns a block to its pool. Its segment stays reserved."""
         self.allocated_bytes -= block.size
         block.is_free = True
         self._add_merged(block)

@@ -30,7 +30,7 @@ def register_attention(packed: int | None) -> None:
     AttentionInterface.register(ATTENTION_NAMES["flex"], _flex)
 
 
-def _call(
+def _attention_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, settings: dict[str, Any]
 ) -> AttentionCall:
     if settings.get("position_bias") is not None:
@@ -57,7 +57,7 @@ def _flash(
     if query.dtype is torch.float32 and not torch.is_autocast_enabled("cpu"):  # as Transformers, after norms in float32
         dtype = next((p.dtype for p in module.parameters() if p.dtype in _HALF), query.dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    call = _call(module, query, key, value, dropout, settings)
+    call = _attention_call(module, query, key, value, dropout, settings)
     if call.query.dtype not in _HALF or call.query.shape[-1] > 256:
         got = f"{str(call.query.dtype).removeprefix('torch.')} and heads of {call.query.shape[-1]}"
         what = f"FlashAttention takes float16 or bfloat16 and heads of at most 256, got {got}"
@@ -70,7 +70,7 @@ def _flex(
     dropout: float = 0.0, **settings: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     del attention_mask, dropout  # which FlexAttention does not have
-    call = _call(module, query, key, value, 0.0, settings)
+    call = _attention_call(module, query, key, value, 0.0, settings)
     if call.query.dtype in _HALF:
         return call.flash_in_rows(None, _window_of(call, settings)), None
     groups = call.query.shape[1] // call.key.shape[1]

@@ -23,14 +23,14 @@ _LINKS = ("within_node", "between_nodes")
 # Bytes per second and seconds: a smaller bandwidth is in GB/s, and a larger latency in microseconds.
 _LEAST_BANDWIDTH = 1e6
 _MOST_LATENCY = 0.1
-_OF_DEVICES = {
+_CLUSTER_OF_DEVICE = {
     "a100-40g": "dgx-a100",
     "a100-80g": "dgx-a100",
     "h100": "dgx-h100",
     "h200": "dgx-h200",
     "b200": "dgx-b200",
 }
-_OF_OTHERS = "pcie"
+_CLUSTER_OF_OTHERS = "pcie"
 
 
 @final
@@ -142,7 +142,7 @@ def default_cluster(device_name: str) -> ClusterProfile:
     ('dgx-h200', 'pcie')
     """
     plain = device_name.partition(" ")[0]  # of "h200 of 24.0 GiB"
-    return load_cluster(_OF_DEVICES.get(plain, _OF_OTHERS))
+    return load_cluster(_CLUSTER_OF_DEVICE.get(plain, _CLUSTER_OF_OTHERS))
 
 
 def cluster_note(profile: ClusterProfile) -> str:

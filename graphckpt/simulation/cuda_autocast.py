@@ -84,6 +84,8 @@ def call_under_autocast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         with without_torch_functions_in(*_IN_PYTHON), mode:  # the mode sees what it calls
             return func(*args, **kwargs)
     name = _name_of(func)
+    # What the CPU alone casts for runs with its autocast off. What neither casts for runs with it on, for what it calls
+    # in C++.
     if name not in CASTS_ON_CUDA and name != "cross_entropy_loss":
         return _call(func, args, kwargs, casts=name not in CASTS_ON_CPU)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -127,6 +129,7 @@ def _refuse_unknown(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Any, *, casts: bool) -> Any:
+    """Calls ``func``, with the autocast of the CPU off unless ``casts``."""
     if casts:
         return func(*args, **kwargs)
     with torch.autocast("cpu", enabled=False):

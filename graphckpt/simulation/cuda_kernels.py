@@ -64,7 +64,7 @@ class AttentionCall:
             # Its backward computes no gradient of the mask.
             has_mask_gradient = self.attn_mask is not None and self.attn_mask.requires_grad
             return is_enabled and is_half and width <= 128 and width % 8 == 0 and not has_mask_gradient
-        return (
+        return (  # the efficient kernel
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and (is_half or query.dtype is torch.float32)
             and (query.dtype is not torch.bfloat16 or capability >= (8, 0))

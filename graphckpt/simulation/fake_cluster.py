@@ -21,12 +21,10 @@ from graphckpt.simulation.cluster_profile import Cluster, ClusterProfile, cluste
 from graphckpt.simulation.fake_ddp import simulate_ddp
 from graphckpt.simulation.fake_stages import simulate_stages
 from graphckpt.simulation.profile import Device, DeviceProfile, load_profile
-from graphckpt.simulation.stand_ins import StandIns, copy_of, refusal
+from graphckpt.simulation.stand_ins import CUDA_HOUSEKEEPING, StandIns, copy_of, refusal
 from graphckpt.simulation.timeline import bubble_seconds
 from graphckpt.undo import Ending
 
-# By which scripts select their device; PyTorch refuses them without one.
-_CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _OBJECTS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
@@ -98,7 +96,7 @@ class FakeCluster:
         stand_ins.enter_context(warnings.catch_warnings())
         # of a mesh of CPUs, which stands in for one of CUDA devices
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-        for name in _CUDA_CALLS:
+        for name in CUDA_HOUSEKEEPING:
             stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
         stand_ins.replace(torch.cuda.current_device, lambda: self.local_rank)
         _refuse(stand_ins)

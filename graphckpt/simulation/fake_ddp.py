@@ -108,7 +108,7 @@ class FakeReducer:
             accumulator.register_hook(partial(_gradient_is_ready, this, number))
         # Marks of parameters with a gradient: one tensor on the host, and one that is reduced. A static graph reduces
         # it only once.
-        self._is_used = [self._new_map() for _ in range(2 * find_unused_parameters)]
+        self._is_used = [self._new_map() for _ in range(2 if find_unused_parameters else 0)]
         self._unused: set[int] = set()
         # Parameters that the module does not have at present: a planner may take layers out, to run the rest.
         self._absent: set[int] = set()
@@ -117,14 +117,14 @@ class FakeReducer:
         self._is_rebuilt = False
         # How often a gradient is added to, in the first backward of a static graph.
         self._calls = [0] * len(parameters)
-        self._calls_left = list(self._calls)
+        self._calls_left = list(self._calls)  # in the present backward
         self._num_backwards = 0
         self._is_in_backward = False
-        self._is_expecting = False
-        self._is_unfinished = False
+        self._is_expecting = False  # whether gradients are reduced, as they are not in `no_sync()`
+        self._is_unfinished = False  # whether some gradients of a backward are in the buckets, and others not yet
         # Parameters whose gradients are in the buckets, or that have none in this backward.
         self._ready: set[int] = set()
-        self._next = 0
+        self._next = 0  # of the buckets: the first that is not reduced
         self._buckets: list[_Bucket] = []
         self._allocate(bucket_indices)
 
@@ -282,7 +282,7 @@ class FakeReducer:
                 else:
                     parameter.grad.detach().copy_(view)
         if self._is_static and self._num_backwards > 1:
-            self._is_used[0].select(0, 0)  # it is read
+            self._is_used[0].select(0, 0)  # dist.Reducer reads it here: only what an op sees counts as alive
         elif self._is_used:
             self._is_used[0].zero_()
 

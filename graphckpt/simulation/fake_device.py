@@ -44,7 +44,7 @@ from graphckpt.simulation.cuda_kernels import AttentionCall, dropout
 from graphckpt.simulation.fake_cluster import FakeCluster
 from graphckpt.simulation.op_costs import OpCost
 from graphckpt.simulation.profile import DeviceProfile
-from graphckpt.simulation.stand_ins import PACKED, PADDED, StandIns, swapped_masks, user_line
+from graphckpt.simulation.stand_ins import CUDA_HOUSEKEEPING, PACKED, PADDED, StandIns, swapped_masks, user_line
 from graphckpt.simulation.timeline import Timeline
 from graphckpt.simulation.unsupported import explained, refuse_unsupported
 from graphckpt.stores.base import Offload, Traffic
@@ -54,8 +54,6 @@ from graphckpt.stores.pinned import HostBuffer
 from graphckpt.tree import tensors_in
 from graphckpt.undo import Ending
 
-# What loops call beside the step, and PyTorch refuses without a GPU.
-_HOUSEKEEPING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _STATISTICS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -94,8 +92,9 @@ class FakeDevice:
         self.machine = machine
         self.cluster = cluster
         self._is_padded = is_padded
-        # PyTorch's code for ranks compares devices, and moves tensors to that of a mesh: there one that no script names
-        # is the GPU.
+        # HOST, SIMULATED and UNNAMED are indices of the CPU: see Note [Three devices that are all a CPU] in
+        # graphckpt/_compat_fake.py. PyTorch's code for ranks compares devices, and moves tensors to that of a mesh:
+        # there what no script names is on the GPU from the start.
         on_device = UNNAMED if cluster is None else SIMULATED
         self.device = on_device if machine.kind == "cuda" else HOST
         """The device of tensors for which a script names none."""
@@ -123,7 +122,7 @@ class FakeDevice:
         if self.machine.kind == "cuda":
             _autocast_here(stand_ins)
             _choose_foreach_optimizers(stand_ins)
-            for name in _HOUSEKEEPING:
+            for name in CUDA_HOUSEKEEPING:
                 stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
             for name in _STATISTICS:
                 stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: 0)
@@ -152,7 +151,7 @@ class FakeDevice:
         while len(self._entered) > depth:
             self._exit()
 
-    __exit__ = Ending(_exit, _abandon, _depth)
+    __exit__ = Ending(_exit, _abandon, _depth)  # ends it even if Ctrl-C comes while it is left
 
     @property
     def alike(self) -> list[DeviceProfile]:
@@ -193,6 +192,7 @@ class _FunctionOverrides(TorchFunctionMode):
     def __init__(self, machine: DeviceProfile, unnamed: torch.device, others: Iterable[DeviceProfile]) -> None:
         super().__init__()
         self.alike = [other for other in others if other.kind == machine.kind and other.rounding == machine.rounding]
+        # Where a script has put a tensor by name, and where tensors are for which it names no device.
         self._own, self._unnamed = SIMULATED if machine.kind == "cuda" else HOST, unnamed
         self._machine = machine
         self._is_cuda = machine.kind == "cuda"
@@ -255,6 +255,7 @@ class _FunctionOverrides(TorchFunctionMode):
             return (self._own,), {}  # without the index, which may be a separate argument
         for value in args:
             if isinstance(value, (str, torch.device)):
+                # "cpu:0" of a script is the host. As a device it would be the simulated GPU.
                 args = tuple(self._own if _is_elsewhere(each) else HOST if each == "cpu:0" else each for each in args)
                 break
         device = kwargs.get("device")
@@ -266,7 +267,7 @@ class _FunctionOverrides(TorchFunctionMode):
         # A mesh of CUDA devices is one of CPUs here, whose type its code takes for the device.
         elif _is_elsewhere(device) or (str(device) == "cpu" and _is_called_by("torch.distributed.")):
             kwargs = kwargs | {"device": self._own}
-        elif device == "cpu:0":  # as a text it means the host
+        elif device == "cpu:0":  # likewise
             kwargs = kwargs | {"device": HOST}
         return args, kwargs
 
@@ -301,7 +302,8 @@ def _set(func: Any, tensor: Any, value: Any) -> None:
     """Sets the data or the gradient of a tensor, whose device is an attribute in Python that PyTorch does not set."""
     if is_fake(tensor) and (func.__self__ is _DATA or HOST not in (tensor.fake_device, value.fake_device)):
         tensor.fake_device = value.fake_device
-    # The gradients of a model that a script has made elsewhere are on the GPU all the same.
+    # A real parameter, of a model that a script has built outside, is on the CPU. PyTorch requires its gradient there
+    # too, which is so only while it is set: it counts as on the GPU all the same.
     with nullcontext() if is_fake(tensor) else at(tensor.device, value):
         func(tensor, value)
 
@@ -322,6 +324,7 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 def _is_called_by(package: str) -> bool:
     """Whether the function that a mode sees is called by a module of ``package``."""
+    # Frame 3: behind this function, `_placed` and `__torch_function__`.
     return str(sys._getframe(3).f_globals.get("__name__", "")).startswith(package)
 
 
@@ -395,11 +398,11 @@ def _choose_foreach_optimizers(stand_ins: StandIns) -> None:
 
 
 def _absent_store(target: Offload, device: torch.device, note: Callable[[str], None]) -> HostStore:
-    """Returns the store of pinned host memory, whose copies are not made: it holds device memory as long as with them.
+    """Returns a store of pinned host memory that makes no copies, but holds device memory as long as with them.
 
-    The threads of a file hold it for another time, which depends on the disk.
+    It stands in for offload to disk too, whose threads hold device memory for a time that depends on the disk.
     """
-    # A store that makes no copies but waits in the same order: what is in flight counts as on the device.
+    # It waits in the same order as with copies: what is in flight counts as on the device.
     del note
     return HostStore(device, _AbsentCopies(), target.in_flight_bytes if isinstance(target, Host) else None)
 

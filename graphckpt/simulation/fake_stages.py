@@ -80,6 +80,7 @@ def _check_shapes(is_known: bool, names: str, fix: str) -> None:
 
 
 def _take_known_shapes(_: object, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Stands in for the warm-up in which stages send their neighbours the shapes of outputs and gradients."""
     del p2p_done
     names, fix = "input_grads and output_grads for DTensors", "give both, for one micro-batch"
     for stage in stages:
@@ -88,8 +89,8 @@ def _take_known_shapes(_: object, stages: list[Any], has_backward: bool, p2p_don
 
 # Note [Works hold their tensors]
 # The works of gloo and NCCL refer to the tensor that they send or receive, until they are deleted, not until they are
-# waited for. Schedule1F1B waits for its last send before the first backward, and has the work until the last one: with
-# fake works, which hold nothing, a stage would need less by one output.
+# waited for. Schedule1F1B waits for its last send before the first backward, and keeps the work until the last
+# backward: with fake works, which hold nothing, a stage would need less by one output.
 
 
 def _holding(post: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +121,7 @@ class _Work(dist.Work):
 
 
 def _one_by_one(ops: list[Any]) -> list[Any]:
+    """Stands in for ``batch_isend_irecv``, with one work that holds its tensor for each send and receive."""
     works = []
     for op in ops:
         peer = "group_dst" if op.op is dist.isend else "group_src"

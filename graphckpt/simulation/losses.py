@@ -17,7 +17,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.simulation import kernel_ops
 
 _TOKENS, _VOCABULARY = 4096, 32768  # a tile of TRL: `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`
-_STATISTICS = 7  # of each token, in float32
+_STATISTICS = 7  # numbers of each token in float32 that TRL's forward keeps until its end
 
 
 class HeadWeight(nn.Module):
@@ -59,7 +59,8 @@ class _Liger(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         (rows, width), vocabulary = hidden.shape, weight.shape[0]
-        chunk = min(rows, 1 << (-(-rows // -(-vocabulary // width)) - 1).bit_length())
+        num_chunks = -(-vocabulary // width)  # rounded up, like the rows of a chunk, which Liger makes a power of two
+        chunk = min(rows, 1 << (-(-rows // num_chunks) - 1).bit_length())
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if weight.requires_grad else None
         losses = hidden.new_zeros(rows, dtype=torch.float32)

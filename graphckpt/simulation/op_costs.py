@@ -20,7 +20,8 @@ FUSED_KERNELS = ("flash", "cudnn", "efficient")
 """The fused kernels of attention, by the names that profiles have for them."""
 
 _CONVOLUTION = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
-_MAKES_NOTHING = {
+# They allocate, read one number or set a storage, without a kernel.
+_WITHOUT_KERNEL = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh,
     _aten._local_scalar_dense, _aten.resize_, _aten.set_,
 }  # fmt: skip
@@ -102,9 +103,10 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         written = bytes_of(result)
         if packet in _PICKS:
             return 2 * written
+        # An op without bytes, such as one on empty tensors, runs no kernel either.
         return sum(map(_bytes, arguments)) + bytes_of(list(kwargs.values())) + written or None
     positions, names = _written(func)
-    if packet in _PUTS:
+    if packet in _PUTS:  # reads the values, and reads and writes as many elements
         return 3 * max(map(_bytes, arguments[1:]), default=0) or None
     written = sum(bytes_of(args[position]) for position in positions if position < len(args))
     results = [kwargs[name] for name in names if name in kwargs]  # of `out=`, which is not read
@@ -177,6 +179,7 @@ def bytes_of(values: Any) -> int:
 def _convolution_flops(packet: Any, args: tuple[Any, ...], result: Any) -> float:
     """Two for each weight and position of the output, or of the input if transposed; as many for each gradient."""
     # PyTorch's formula for the gradient of the weight counts all groups with all others.
+    # The first argument of the backward is the gradient of the output: all others are one position further on.
     is_backward = packet is _aten.convolution_backward
     inputs, weight, transposed = args[is_backward], args[1 + is_backward], args[6 + is_backward]
     num_gradients = sum(args[-1][:2]) if is_backward else 1
@@ -200,10 +203,12 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     # FlashAttention's own op has the heads behind the tokens.
     length = key.shape[-3 if name.startswith("_flash_") else -2]
     pairs: float = query.numel() // query.shape[-1] * length
-    window = by_name.get("window_size_left")
-    if window is not None:
-        # Of a causal row of n tokens with a window of w: the last n - w see w tokens each, the first half as many.
-        pairs = pairs * (window + 1) * (2 * length - window - 1) / (2 * length**2)
+    left = by_name.get("window_size_left")
+    if left is not None:
+        # Of a causal row of n tokens with a window of w = left + 1: the last n - w see w tokens each, the first w on
+        # average half as many. That is w (n - w / 2) of n^2 pairs.
+        window = left + 1
+        pairs = pairs * window * (2 * length - window) / (2 * length**2)
     elif by_name.get("is_causal"):
         pairs = pairs / 2
     q_width: int = query.shape[-1]
@@ -221,7 +226,7 @@ _ORDERS_STREAMS = (
 @cache
 def _runs_no_kernel(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
-    if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
+    if schema is None or func.namespace == "prim" or func.overloadpacket in _WITHOUT_KERNEL:
         return True
     if func.name() in _ORDERS_STREAMS:
         return True
@@ -257,22 +262,23 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _flash_backward(args: tuple[Any, ...]) -> int:
-    """`mha_bwd` of PyTorch's flash_api.cpp: gradient of the query and row sums in float32; of grouped heads, all."""
+    """`mha_bwd` of PyTorch's flash_api.cpp: the gradient of the query and row sums in float32; see `_flash_bytes`."""
     _, query, key, *_ = args
-    return _flash_sums(query.shape, key.shape, query.element_size())
+    return _flash_bytes(query.shape, key.shape, query.element_size())
 
 
 def _flash_backward_in_rows(args: tuple[Any, ...]) -> int:
     """The same on tensors with the heads behind the tokens."""
     _, query, key, *_ = args
-    return _flash_sums(query.transpose(1, 2).shape, key.transpose(1, 2).shape, query.element_size())
+    return _flash_bytes(query.transpose(1, 2).shape, key.transpose(1, 2).shape, query.element_size())
 
 
-def _flash_sums(query: Sequence[int], key: Sequence[int], element_size: int) -> int:
-    batch, heads, length, width = query
+def _flash_bytes(query_shape: Sequence[int], key_shape: Sequence[int], element_size: int) -> int:
+    batch, heads, length, width = query_shape
     width_rounded = round_up(width, 32) if width <= 192 else 256
     accumulated = 4 * batch * heads * round_up(length, 128) * (width_rounded + 1)
-    expanded = 2 * batch * heads * key[2] * width * element_size if key[1] != heads else 0
+    # With grouped heads, the gradients of keys and values are made for all heads, and added up by groups afterwards.
+    expanded = 2 * batch * heads * key_shape[2] * width * element_size if key_shape[1] != heads else 0
     return int(accumulated + expanded)
 
 

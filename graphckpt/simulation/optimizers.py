@@ -48,12 +48,15 @@ class KernelOptimizer(Optimizer, ABC):
 
 
 class AdamW8bit(KernelOptimizer):
-    """``bitsandbytes.optim.AdamW8bit``: two states in 8 bits, with a maximum in float32 for each block of 256."""
+    """``bitsandbytes.optim.AdamW8bit``: two states in 8 bits, with a maximum in float32 for each block of 256.
+
+    Its subclasses are other optimizers of bitsandbytes with the same states, paged or in 32 bits.
+    """
 
     title = "AdamW8bit of bitsandbytes, on blocks of 256"
     _bits = 8
+    _block = 256
     _is_paged = False
-    _BLOCK = 256
 
     def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(params)
@@ -72,12 +75,13 @@ class AdamW8bit(KernelOptimizer):
                 self._maps = [parameter.new_empty(_CODES, dtype=torch.float32) for _ in range(2)]
             for number, codes in enumerate(self._maps, 1):
                 states[f"qmap{number}"] = codes
-                blocks = -(-numel // self._BLOCK)
+                blocks = -(-numel // self._block)
                 states[f"absmax{number}"] = parameter.new_zeros(blocks, dtype=torch.float32)
         return states
 
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        # Managed memory of CUDA, which moves to the GPU for the update, and out of it when the next step needs room.
+        # Paged states are in managed memory of CUDA, which moves to the GPU for the update, and out of it when the next
+        # step needs room. `to` returns the others as they are.
         resident = {name: value.to(parameter.device) for name, value in state.items()}
         super()._update(parameter, grad, resident)
         for name, value in state.items():
@@ -144,6 +148,7 @@ class AdamWBfloat16(KernelOptimizer):
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        # Any factors do: what counts are the kernels, and their temporaries.
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         parameter.mul_(0.99)
         mean.mul_(0.9).add_(grad, alpha=0.1)
@@ -188,7 +193,7 @@ class AdamWOffloaded(KernelOptimizer):
         if "grad" not in state:
             super()._update(parameter, grad, state)
             return
-        *written, host_grad = state.values()
+        *written, host_grad = state.values()  # in the order of `_new_state`
         host_grad.copy_(grad)
         kernel_ops.update(written, [host_grad])
         parameter.copy_(state["weight"])

@@ -147,7 +147,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 def _quantized_rows(rows: torch.Tensor) -> Any:
-    outliers = rows.abs() >= _OUTLIER
+    outliers = rows.abs() >= _OUTLIER  # of no use here, but alive beside the result, as in the library
     result = kernel_ops.quantize_rows(rows)
     del outliers
     return result

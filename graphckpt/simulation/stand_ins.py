@@ -55,7 +55,8 @@ class StandIns:
 
         ``replacement`` calls it as :func:`copy_of` returned it before.
         """
-        # Its code, not a name in a module: a script may have imported the function anywhere, and before.
+        # Its code, not a name in a module: a script may have imported the function anywhere, and before. Python accepts
+        # only code with as many free variables as the function's closure has, so the new code has them too, unused.
         function: Any = original
         code = _call_replacement.__code__.replace(co_freevars=function.__code__.co_freevars)
         self.swap(function, __code__=code, __kwdefaults__={"_replacement": replacement})
@@ -74,6 +75,9 @@ def copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
     copied.__kwdefaults__ = function.__kwdefaults__
     return wraps(function)(copied)
 
+
+CUDA_HOUSEKEEPING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
+"""Functions of ``torch.cuda`` that loops call beside the step, and that PyTorch refuses without a GPU."""
 
 PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
 PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones

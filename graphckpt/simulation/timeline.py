@@ -33,7 +33,8 @@ _WAITS = ("wait_tensor", "wait_tensors")  # the second from torch 2.15 on
 _FREE = (*_WAITS, "check_for_nan")  # a wait moves nothing
 _NAMES_OF_GROUPS = ("process_group", "group_name")
 _BUFFERS = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
-"""The collectives of FSDP2, with the argument that one of its ops, or its reduce-scatter, has written before."""
+"""The collectives of FSDP2, with the position of the argument by which a call is known as one of FSDP2's: the buffer
+that its copy-in, or its reduce-scatter, has just written."""
 
 
 class StepSeconds(NamedTuple):
@@ -85,8 +86,11 @@ class Collective:
         group = group_of(next(values[each] for each in _NAMES_OF_GROUPS if each in values))
         is_functional = func.namespace != "c10d"
         ranks = dist.get_process_group_ranks(group)
-        returns = name == "scatter_" or kind == "gather"  # whose result has the bytes of all ranks
-        passed = result if returns and is_functional else [v for k, v in values.items() if _is_passed(k, returns)]
+        # Bytes are those of the result for an all-gather, in which it has the bytes of all ranks, and for a `scatter_`,
+        # whose inputs one rank alone has; otherwise those of the input. See `num_bytes`.
+        counts_output = name == "scatter_" or kind == "gather"
+        begin = "output" if counts_output else ("input", "tensor")
+        passed = result if counts_output and is_functional else [v for k, v in values.items() if k.startswith(begin)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(passed))
         if name in ("gather_", "scatter_"):  # the tensors of all ranks pass the link of one
             num_bytes *= len(ranks)
@@ -99,10 +103,6 @@ class Collective:
             is_functional,
             is_functional or values.get("async_op", True),
         )
-
-
-def _is_passed(name: str, returns: bool) -> bool:
-    return name.startswith("output" if returns else ("input", "tensor"))
 
 
 # Note [Collectives of FSDP2]
@@ -197,6 +197,7 @@ class Timeline:
     def _slow_down(self, start: float, end: float) -> float:
         """Returns the seconds that collectives, which run until ``end``, add to what was computed from ``start`` on."""
         start, share, seconds = max(start, self._slowed_until), self._cluster.slowdown, 0.0
+        # Beside collectives, what would take s seconds takes s (1 + share): so much of it fits until `end`, at most.
         if start < min(end, self._now):
             seconds = share * min(self._now - start, (end - start) / (1 + share))
             self._now += seconds

@@ -46,12 +46,13 @@ _REASONS = (
 
 def refuse_unsupported(stand_ins: StandIns) -> None:
     """Refuses compiled functions where they are called, until the end of ``stand_ins``."""
-    compile_, is_refused = copy_of(torch.compile), [False]
+    compile_, is_refused = copy_of(torch.compile), False
 
     def refuse_calls() -> None:
-        if is_refused[0]:
+        nonlocal is_refused
+        if is_refused:
             return
-        is_refused[0] = True
+        is_refused = True
         original = compiler_callback()
         callback_of = copy_of(original)
 
@@ -63,16 +64,17 @@ def refuse_unsupported(stand_ins: StandIns) -> None:
 
         stand_ins.replace(original, refuse)
 
-    # What has been compiled before is called by the same function. To import it takes seconds.
+    # All compiled functions are called through one function of Dynamo, also those that were compiled before. It is
+    # replaced only once Dynamo is there: to import it takes seconds.
     if "torch._dynamo.eval_frame" in sys.modules:
         refuse_calls()
 
-    def compile_later(*args: Any, **kwargs: Any) -> Any:
+    def compile_and_refuse_calls(*args: Any, **kwargs: Any) -> Any:
         compiled = compile_(*args, **kwargs)
         refuse_calls()
         return compiled
 
-    stand_ins.replace(torch.compile, compile_later)
+    stand_ins.replace(torch.compile, compile_and_refuse_calls)
 
 
 def explained(error: BaseException) -> ConfigError | None:

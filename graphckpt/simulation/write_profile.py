@@ -35,7 +35,7 @@ _BACKENDS = {
 }
 # Of 256 x 256 in float16: a simulated or very slow device, on which one of 4096 x 4096 would take 4 s.
 _SLOW_PRODUCT_SECONDS = 1e-3
-_MAX_PRODUCTS = 64
+_MAX_PRODUCTS = 64  # beside a copy, however slow it is
 _CONTEXT_SECONDS = 120.0
 _IN_CONTEXT = """
 import sys, torch
@@ -170,6 +170,7 @@ class CudaBenchmark(DeviceBenchmark):
         # The rates of copies that overlap with computation, as in a step: kernels and copies share the memory of the
         # device.
         copies = torch.cuda.Stream(self.device)
+        # Products for twice the time of a copy alone, as it takes longer beside them.
         copy_seconds = self.time(lambda: here.copy_(there, non_blocking=True))
         num_products = min(_MAX_PRODUCTS, 1 + int(2 * copy_seconds / self.time(lambda: a @ a)))
         rates = []
