@@ -104,7 +104,8 @@ class BlockContext:
         self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self.modules())
         """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
         self.drawless_modes: set[Modes] = set()
-        """The modes in which a recomputation was seen to draw no random numbers, where another thread did."""
+        """The modes in which a recomputation has drawn no random numbers although another thread drew some. Their calls
+        are not checked any more: see Note [Threads that draw from one generator] in graphckpt/thread_state.py."""
         self.mutated: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward modifies in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}

@@ -88,7 +88,7 @@ Place: TypeAlias = tuple[int, str, str]
 Modes: TypeAlias = tuple[bool | None, ...]
 """Whether each module of a block is in training mode; ``None`` for one that asks the module that it wraps."""
 
-_OWN: Final = [*nn.Module().__dict__]
+_OWN: Final = [*nn.Module().__dict__]  # the attributes that every module has, such as `training` and `_parameters`
 _OWN_NAMES: Final = frozenset(_OWN)
 _DICTS: Final = (
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
@@ -204,6 +204,7 @@ class _Attributes:
     __slots__ = ("_copy_of", "_last", "objects", "places", "reached", "tensors", "versions", "with_history")
 
     def __init__(self, tensors: list[Any], places: list[Place], last: dict[int, ObjectCopy]) -> None:
+        # The caller's lists, to which those of attributes are added behind those of buffers.
         self.tensors = tensors
         self.places = places
         self._last = last
@@ -293,8 +294,10 @@ class ModuleState:
         """The modules whose attributes are looked into, and how many of PyTorch's own they begin with."""
         self._learnt_modes: set[Modes] = set()  # those in which a first call has shown what it modifies
         self._moved: dict[Modes, set[Place]] = {}
-        """Tensors that calls modify in place."""
-        self._large: dict[int, Any] = {}  # what attributes reached in the last call that reaches more than that
+        """Tensors that calls modify in place, such as statistics, which "move"."""
+        # By id: objects that reach more than `_MAX_REACHED` others, which calls do not look into. Held while attributes
+        # lead to them, so that no other object gets such an id.
+        self._large: dict[int, Any] = {}
         # The last copies of plain data, such as a config, which serve while they are the same: without them, the state
         # of a Llama layer takes 85 us in place of 54.
         self._plain: dict[int, ObjectCopy] = {}
@@ -391,7 +394,10 @@ class ModuleState:
         return kind == "_buffers" and fields[at]["training"] and isinstance(self._modules[at](), _NORMS)
 
     def _take_attributes(self, fields: list[Fields], tensors: list[Any], places: list[Place]) -> _Attributes:
-        """Takes the attributes that may change, and puts into ``fields`` what stands for them."""
+        """Takes the attributes that may change, and puts into ``fields`` what stands for them.
+
+        It adds those that are tensors to ``tensors``, and their places to ``places``.
+        """
         attributes = _Attributes(tensors, places, self._plain)
         for at, num_own in self._users:
             own = fields[at]
@@ -517,6 +523,7 @@ class ModuleState:
         modules, dicts, parameters = state.modules, state.dicts, state.tensors[: len(state.trainable)]
         live = [*map(_fields_of, modules)]
         fields = [*map(dict.copy, state.fields)]  # another recomputation needs the same
+        # `present` is of the dict objects of the call. One that has replaced such a dict since is in `live`, untouched.
         present, trainable = dicts.now(), _trainable(parameters)
         # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
         undo += [(_give, (modules, live, parameters, trainable)), (present.put, ())]
@@ -544,7 +551,8 @@ class ModuleState:
         for at, clone in state.copies.items():  # see Note [How a tensor has its values of then] in clones.py
             if at in state.with_history:
                 # Such as the weight of `spectral_norm`, which each forward sets anew. Another tensor with its values
-                # serves: gradients flow through the graph of the original forward, and not through this one.
+                # serves: gradients flow through the graph of the original forward, and not through this one. By now
+                # `fields` are what the modules have as their `__dict__`.
                 module, _, key = state.places[at - len(state.trainable)]
                 with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                     fields[module][key] = clone.detach().requires_grad_().clone()

@@ -208,7 +208,7 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
 
 
 def run_kept(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
-    """Runs a part of a block that is not recomputed, unless a block around it is."""
+    """Runs a part of a block that is kept. If a block around it is recomputed, the part belongs to that one."""
     return _run_alone(block, function, (argument,), {}) if innermost() is None else function(argument)
 
 

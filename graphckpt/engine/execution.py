@@ -171,7 +171,9 @@ class Recomputation(Execution):
         self._stops_from = last if early_stop else sys.maxsize  # an int: to compare with one takes half the time
         self.comparison: Comparison | None = None
         self.draws_differ = False
-        """Whether other numbers may have been drawn: see Note [Threads that draw from one generator]."""
+        """Whether other numbers may have been drawn: see Note [Threads that draw from one generator] in
+        graphckpt/thread_state.py."""
+        # Other threads' calls so far: NaN, which equals nothing, while one is running.
         self._num_calls = 0.0 if frame.random_after is None else num_calls_elsewhere(frame.devices)
         self._first_fault: mismatch.Fault | None = None
 
@@ -252,21 +254,26 @@ class Recomputation(Execution):
         return may_be_filled_later(noise.value)
 
     def compare_draws(self) -> None:
+        """Compares the RNG state with that after the original forward, unless the two differ on purpose."""
         frame = self.frame
         if self.has_stopped or frame.random_after is None or frame.asks_for_recomputation:  # which may draw otherwise
             return
         self.draws_differ = frame.random_after.differs(frame.devices, self._num_calls)
 
     def _runs_on(self) -> bool:
-        """Whether the numbers that are drawn may become those of the call only behind the last saved tensor."""
+        """Whether the recomputation must not stop at the last saved tensor, as it may draw more numbers behind it.
+
+        An RNG state that equals that after the original forward already here means that nothing more is to be drawn.
+        Another one can be compared only at the end.
+        """
         self.compare_draws()
         return self.draws_differ and (self.frame.contexts is None or not self.frame.contexts.skips_ops())
 
     def hooks(self, on_pack: OnPack) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Returns what autograd calls for each tensor that it saves, and for each that is asked for.
 
-        ``on_pack`` is called with the position of each tensor. The second one does not hold the call: the graph of a
-        recomputation holds it, and may outlive the call where a hook of the user's collects outputs.
+        ``on_pack`` is called with the position of each tensor. The second hook must not refer to the call: the graph of
+        the recomputation holds that hook, and may outlive the call where a hook of the user's collects outputs.
         """
         frame = self.frame
         pack: Callable[[torch.Tensor], Any] = self.pack
@@ -281,7 +288,7 @@ class Recomputation(Execution):
     def fault(self) -> mismatch.Fault | None:
         if self._first_fault is not None:
             return self._first_fault
-        # One that has stopped at the last holder has not run far enough to show that it would save too many.
+        # Too few or too many. One that stops at the last holder does not get far enough to show that it saves too many.
         short = self.cursor <= self._last
         long = not self._early_stop and self.cursor > len(self._holders)
         return mismatch.Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None

@@ -191,12 +191,18 @@ class Frame(Execution, Call):
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
     _state: ModuleState
+    """Of the block at the time: another one takes its place when a submodule is added or replaced."""
     call_state: CallState
+    """What the call found in its modules: see Note [What every call copies] in call_state.py."""
     _arguments: Arguments
     _random: RNGState
+    """Of the CPU and of ``devices``; of Python and NumPy too, if first calls have drawn from them (``host``)."""
     _ambient: Ambient
+    """Autocast, kernels of attention, the default device and dtype."""
     _modes: tuple[tuple[Any, ...], tuple[Any, ...]]
+    """Function and dispatch modes that the caller had entered."""
     _context: Context
+    """The caller's context variables, in which forward runs again."""
     devices: tuple[torch.device, ...]
     """Devices beside the CPU whose RNG state the call may use."""
 
@@ -223,7 +229,8 @@ class Frame(Execution, Call):
         self.own_pack: Callable[[torch.Tensor], object] | None = None
         """The pack hook of the original forward while it runs: where another one is active, the program's is inside."""
         self.is_active = False
-        self.random_after: SharedState | None = None  # if another thread may draw from the same generators
+        self.random_after: SharedState | None = None
+        """The RNG state after forward, if another thread may draw from the same generators; ``None``: not compared."""
         self._function = function
         self._early_stop = early_stop_active(early_stop and block.early_stop)
         self.determinism_check = determinism_check or block.determinism_check
@@ -274,6 +281,7 @@ class Frame(Execution, Call):
                 sampler.number += not is_nested
             elif check != "none" or reports:
                 self.values = begin_check(block, check, is_learning=learning, is_nested=is_nested)
+            # "On the host" is by Python's and NumPy's generators. A first call finds out whether it draws from them.
             host_modes = state.host_rng_modes  # nearly always empty: modes are hashed one by one
             may_draw_on_host = call_state.is_first or (host_modes and call_state.modes in host_modes)
             num_calls = enter_call(self, self.devices, is_outermost=outer is None)
@@ -412,6 +420,7 @@ class Frame(Execution, Call):
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
+        # Only then may this backward run inside of a forward. Mostly it does not, and no call is made.
         if self.is_active or self.outer is not None or running.get() is not None:
             self._refuse_backward_inside()
         value = holder.value
@@ -511,8 +520,8 @@ class Frame(Execution, Call):
 
     def _check(self, run: Recomputation) -> None:
         """Refuses a recomputation that did otherwise than the original forward."""
-        # From cause to effect: other random numbers change values, a modified argument changes shapes and values behind
-        # it, another shape changes values.
+        # In an order from cause to effect, so that the error names the cause: other random numbers change values, a
+        # modified argument changes shapes and values behind it, another shape changes values.
         if run.draws_differ and (draw := self._find_draw()):
             raise RecomputeError(mismatch.draws_differ(self.block.title, draw))
         for position, tensor, version in run.versions:
@@ -591,7 +600,8 @@ class Frame(Execution, Call):
                 run.mismatch = None  # see `raise_mismatch`
                 raise
             except Exception as error:
-                # After the stop, it is what became of it. Else the caller has caught that of the original forward.
+                # After the stop, it is what the code of the block has made of `StopRecomputation`. Before it, the type
+                # that the original forward has raised is expected: backward runs, so a caller has caught that error.
                 if not run.has_stopped and run.mismatch is None and type(error) is not self._failure:
                     raise
             finally:

@@ -68,7 +68,8 @@ _MAX_ARRAY_BYTES = 4096
 _MAX_PLAIN_VALUES = 1024  # a container of more than this is data, whose copies cost more than a block that reads it
 
 Objects: TypeAlias = list[tuple[Any, Any]]
-"""``(container, dictionary of attributes, slots, generator or array, its contents)``, or ``(tensor, its version)``.
+"""Pairs ``(owner, its contents)``, or ``(tensor, its version)``. An owner is a container, a ``__dict__``, a
+:class:`Slots`, a generator or an array: see Note [Contents of objects].
 
 The version of a tensor that one of them holds is compared, and cannot be put back: see
 :meth:`~graphckpt.engine.saved.Arguments.after_forward`.
@@ -311,7 +312,7 @@ def copy_some(values: Iterable[Any], limit: int, max_items: int) -> tuple[Object
                 ids.add(number)
                 objects.append((owner, content := contents(owner)))
                 items += items_of(owner, content)
-            elif number not in ids:
+            elif number not in ids:  # a container that is too large: it is not copied, and so this is not all
                 num_items += len(owner)
         num_items += len(items)
         for item in items:
@@ -393,6 +394,7 @@ def _mapped(function: Callable[[Any], Any], owner: Any, content: Any) -> Any:
 
 @scope
 def replaced(undo: Undo, modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of ``modules`` for a while, in their ``__dict__`` alone."""
     for module in modules:
         fields = module.__dict__
         undo.append((set_or_remove, (fields, name, fields.get(name, ABSENT))))
@@ -450,6 +452,8 @@ class ObjectCopy:
     __slots__ = ("_empty", "_is_container", "_kind", "_ref", "attributes", "content", "is_plain", "number", "reaches")
 
     def __init__(self, value: Any, owner: Any) -> None:
+        # The id of the object: one in several attributes is copied once. A container is not held, and may be freed:
+        # another one with its id is then filled in its place, and gets its own contents back.
         self.number = id(value)
         self._kind: Any = type(value)
         self._is_container = owner is value
@@ -542,7 +546,7 @@ def _holds_graph(cell: CellType) -> bool:
 
 
 def find_copied(copies: Iterable[tuple[Any, ObjectCopy]]) -> dict[int, Any]:
-    """Returns the objects that were copied, or equal ones, by their ids, given what the attributes hold now.
+    """Returns by their ids the objects that were copied, or empty ones to be filled, given what attributes hold now.
 
     Other containers that are in the attributes by now are left alone: one may be in two that had different ones.
     """

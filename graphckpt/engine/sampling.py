@@ -60,6 +60,7 @@ class CallSampler:
         """The most that the sketches have taken at a time: a block may be called several times in a step."""
 
     def is_due(self, *, is_learning: bool) -> bool:
+        """Counts a call, and returns whether its values are checked."""
         # A turn is a remainder: with the turn 17, the calls 17, 81, 145 are checked, and after call 20 the next one is
         # due at 21 + (17 - 21) % 64 = 81.
         number = self.number

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _NO_STRIDES: Mapping[int, tuple[int, ...]] = {}
-_MOST_SPANNED = 8  # elements of memory for each of a copy: of one column of a large tensor, the copy is dense
+# A copy has the strides of its original, gaps included, if these span at most so many times its own elements. A column
+# of a large tensor would take the memory of all: its copy is dense.
+_MOST_SPANNED = 8
 
 
 class Call:
@@ -198,6 +200,7 @@ def save_tensor(
     entry = value if stays else block.store.put(value, call.group)
     if not isinstance(entry, torch.Tensor):
         return SavedElsewhere(entry, block.store.get, cls, requires_grad=requires_grad)
+    # An argument is held as it is: the store on the device has returned an alias without its history.
     kind = ArgumentItself if is_argument and copied is None else SavedAlias
     saved = kind(value if is_argument else entry, cls, requires_grad=requires_grad)
     if outer_hooks is None and recorder is not None:
@@ -490,7 +493,10 @@ class Arguments:
                 self.drop(mismatch.modifies_held_tensor(call.block.title))
 
     def _refusal(self, title: str, sharing: list[str] | None, unexpected: frozenset[int]) -> str | None:
-        """Says why a call whose forward has modified arguments cannot be recomputed, if it cannot."""
+        """Says why a call whose forward has modified arguments cannot be recomputed; ``None`` if it can.
+
+        ``sharing`` are two names of the same memory, ``unexpected`` the positions of arguments without a copy.
+        """
         if sharing is not None:
             names = " or ".join(f"`{name}`" for name in sharing)
             return (

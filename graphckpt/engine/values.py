@@ -125,6 +125,7 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 class Sketch(NamedTuple):
     layout: _Reading
+    """How the tensor was read. A tensor with which it is compared is read in the same way."""
     values: torch.Tensor
 
 
