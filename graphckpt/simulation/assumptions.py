@@ -39,7 +39,7 @@ class StepObserver:
         self._attention: dict[str, None] = {}
         self._uses_host = False
         self._updates: dict[str, None] = {}
-        # The ops since the last call of an optimizer began.
+        # The ops, without their overloads, since the last call of an optimizer began.
         self._packets: set[Any] = set()
         # Elements and last dimension of the last softmax. It holds no tensor, which would change the peak.
         self._weights: tuple[int, int] | None = None

@@ -215,6 +215,7 @@ def _read_meshes(stand_ins: StandIns) -> None:
 
 
 def _here(device_type: str) -> str:
+    """Returns the type of the device that stands in for one of a mesh: fake tensors are on the CPU."""
     return device_type if device_type == "meta" else "cpu"
 
 

@@ -155,7 +155,7 @@ class OpCost(NamedTuple):
     """Read and written; or of a copy over the link those that pass it."""
     flops: float = 0.0
     rate: str = ""
-    """The key of the peak rate."""
+    """The key of the peak rate in :attr:`DeviceProfile.flops`; "" for an op without arithmetic that counts."""
     kinds: tuple[str, ...] = ()
     """The names of the efficiency, of which the first that a profile has counts."""
 
