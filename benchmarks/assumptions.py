@@ -17,8 +17,8 @@ from report import header, table, write
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import FakeStep, made_step
-from graphckpt.planning.trace import Blocks
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import load_profile
 

@@ -52,9 +52,9 @@ from graphckpt.planning.candidates import parse_compile
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 
 # Legend: B batch, T tokens
 

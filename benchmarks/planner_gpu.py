@@ -36,9 +36,9 @@ from graphckpt.planning.candidates import options as rules
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import FakeStep
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import load_profile, profile_names
 from graphckpt.units import format_bytes, format_seconds

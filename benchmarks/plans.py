@@ -122,7 +122,8 @@ def set_seconds() -> None:
             tuple((1 + 0.13 * kind) * (1.0 if is_forward else 2.0 + each) for each in extra) for kind in self.classes
         )
 
-    sweep.TraceCollector._by_block = by_block  # type: ignore[method-assign,assignment]
+    collector: Any = getattr(sweep, "SampleCollector", None) or getattr(sweep, "TraceCollector", None)
+    collector._by_block = by_block
 
 
 def job(kind: str, names: list[str], budgets_file: Path) -> None:

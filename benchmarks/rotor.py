@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.intervals import Interval, Phase
 
 if TYPE_CHECKING:
     from graphckpt.planning.measured_step import MeasuredStep

@@ -82,6 +82,8 @@ class LiveBytes(DispatchMode):
     """Bytes of the counted storages that are alive."""
     peak_bytes: int
     """The largest value of :attr:`live_bytes` so far."""
+    allocated_bytes: int
+    """Bytes of all storages so far."""
     op: Any
     """The op whose results are being counted; ``None`` while inputs are."""
 
@@ -93,6 +95,7 @@ class LiveBytes(DispatchMode):
         self.phase = "forward"
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.allocated_bytes = 0
         self.op = None
         self._device = None if device is None else torch.device(device).type
         self._counts_fake = counts_fake
@@ -236,6 +239,7 @@ class LiveBytes(DispatchMode):
         if num_bytes == 0:
             return
         self.live_bytes += num_bytes
+        self.allocated_bytes += max(0, num_bytes)
         live_bytes = self.live_bytes
         self.peak_bytes = max(self.peak_bytes, live_bytes)
         if self._changes is not None and self._depth:

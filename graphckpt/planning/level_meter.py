@@ -1,10 +1,10 @@
-"""Reads the level of live bytes at the borders of blocks, in a step or in an update that a training loop runs itself.
+"""Reads the level of live bytes at the borders of blocks.
 
-::
+The step is one that is measured, one that runs under a plan, or an update that a training loop runs itself::
 
     intervals   before | forward 0 | forward 1 | loss | backward 1 | backward 0 | optimizer
     marks       ^      ^           ^           ^      ^            ^            ^          ^
-                each reads the level, the peak since the mark before, and the time
+                each reads the level, the peak since the mark before, the bytes allocated so far, and the time
 
 On a CPU a counter knows the level, and on an absent device the log of its allocations. On CUDA the allocator knows it:
 that takes neither a dispatch mode nor a synchronization, and includes what kernels allocate and what is rounded up.
@@ -12,46 +12,68 @@ that takes neither a dispatch mode nor a synchronization, and includes what kern
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 from weakref import ref
 
 import torch
 from torch import nn
 
+from graphckpt._compat import storage_of
 from graphckpt.blocks.forward import policy_of
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
-from graphckpt.planning.trace import Blocks, StepMarks, TimeMark, seconds_between, time_mark
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
+from graphckpt.planning.step_clock import Blocks, StepClock
+from graphckpt.simulation.allocations import AllocationTrace
+from graphckpt.simulation.allocator import up_to_blocks
 from graphckpt.undo import Undo, enter, scope
 
 
 @final
 @dataclass(frozen=True)
-class UpdateLevels:
-    """The levels of one update, in bytes, and its seconds."""
+class StepLevels:
+    """The levels of one step, in bytes, and its seconds. Calls of blocks are counted in the order of forwards."""
 
     block_of_call: Sequence[int]
-    """In the order of forwards."""
     spans: LevelLog
-    """Relative to the level at the start of the update."""
+    """Relative to the level at the start of the step."""
     seconds: Mapping[Interval, float]
     total_seconds: float
     start_bytes: int
-    """The level at the start of the update: weights, optimizer states, and gradients that are not freed."""
+    """The level at the start of the step: weights, optimizer states, and gradients that are not freed."""
+    allocated: Mapping[Interval, int] = field(default_factory=dict)
+    """The bytes that were allocated in each interval."""
+    of_blocks: Mapping[Interval, int] = field(default_factory=dict)
+    """The bytes at the start of each interval that forwards of blocks have allocated, on an absent device."""
     dropped: frozenset[int] = frozenset()
     """The calls whose graph was freed without a backward. An empty interval of their backward says when."""
+    joinable: frozenset[int] = frozenset()
+    """The calls that can be recomputed as one with the call before, as far as this step shows."""
+    is_repeated: bool = False
+    """Whether two backwards ran through one call."""
+    passed_on: Sequence[int] = ()
+    """By call: the bytes of its arguments that are the very tensors which the call before has returned."""
+    far_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By call: the bytes that it has offloaded."""
+    ahead_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By call: the bytes that an all-gather of its parts takes until they are used."""
     recomputed: Mapping[int, int] = field(default_factory=dict)
     """By call: what its recomputation has added to the level, which is the most that any policy retains of it."""
     signatures: Sequence[str] = ()
     """By call: the shapes that it was called with."""
     are_typical: Sequence[bool] = ()
     """By call: whether an argument has history. The backward of a call without it computes less."""
+
+    @cached_property
+    def levels(self) -> LevelLog:
+        return {interval: span.raised(self.start_bytes) for interval, span in self.spans.items()}
 
     @property
     def peak_bytes(self) -> int:
@@ -67,19 +89,32 @@ class UpdateLevels:
 
     def to_message(self) -> list[Any]:
         """Returns plain values, for JSON."""
-        rows = [(*i, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
-        calls = [*self.block_of_call], sorted(self.dropped), [*self.signatures], [*self.are_typical]
-        recomputed = [*self.recomputed.items()]
-        return [rows, self.total_seconds, self.start_bytes, *calls, recomputed]
+        by_interval = self.seconds, self.allocated, self.of_blocks
+        rows = [(*i, *span, *(each.get(i, 0) for each in by_interval)) for i, span in self.spans.items()]
+        by_call = [[*each.items()] for each in (self.far_bytes, self.ahead_bytes, self.recomputed)]
+        sequences = [[*each] for each in (self.passed_on, self.signatures, self.are_typical)]
+        sets = sorted(self.dropped), sorted(self.joinable)
+        values = self.total_seconds, self.start_bytes, self.is_repeated
+        return [[*self.block_of_call], rows, *values, *sets, by_call, sequences]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
-        rows, total, start, blocks, dropped, signatures, typical, recomputed = message
-        spans, seconds = {}, {}
-        for phase, call, begin, peak, end, spent in rows:
+        blocks, rows, total, start, is_repeated, dropped, joinable, by_call, sequences = message
+        spans: dict[Interval, LevelSpan] = {}
+        by_interval: tuple[dict[Interval, Any], ...] = {}, {}, {}
+        for phase, call, begin, peak, end, *values in rows:
             interval = Interval(Phase(phase), call)
-            spans[interval], seconds[interval] = LevelSpan(begin, peak, end), spent
-        return cls(blocks, spans, seconds, total, start, frozenset(dropped), dict(recomputed), signatures, typical)
+            spans[interval] = LevelSpan(begin, peak, end)
+            for each, value in zip(by_interval, values, strict=True):
+                each[interval] = value
+        seconds, allocated, of_blocks = by_interval
+        far, ahead, recomputed = map(dict, by_call)
+        sets = frozenset(dropped), frozenset(joinable)
+        passed_on, *others = sequences
+        return cls(
+            blocks, spans, seconds, total, start, allocated, of_blocks, *sets, is_repeated, passed_on, far, ahead,
+            recomputed, *others,
+        )  # fmt: skip
 
 
 @final
@@ -113,9 +148,32 @@ def level_counter(device: torch.device, tensors: Iterable[torch.Tensor | None]) 
     return counter
 
 
+class _Reading(NamedTuple):
+    level: int
+    peak: int
+    """Since the reading before."""
+    allocated: int
+    """All bytes that were allocated so far."""
+    of_blocks: int = 0
+    """The part of the level that forwards of blocks have allocated, on an absent device."""
+    seconds: float = 0.0
+    """Of the ops since the reading before, on an absent device: equal ops take equal seconds to the last bit."""
+
+
 @final
-class LevelMeter(StepMarks):
-    """Reads levels and times of one update, within :meth:`metering`.
+@dataclass(eq=False)
+class _PassedStorage:
+    """A storage that blocks are passed, or return."""
+
+    reference: ref[torch.UntypedStorage]
+    num_bytes: int
+    calls: set[int] = field(default_factory=set)
+    """Those that are passed it, or return it."""
+
+
+@final
+class LevelMeter(StepClock):
+    """Reads levels and times of one step, within :meth:`metering`.
 
     Args:
         device: The device of the model.
@@ -124,97 +182,159 @@ class LevelMeter(StepMarks):
     """
 
     def __init__(self, device: torch.device, counter: LiveBytes | None) -> None:
-        super().__init__()
-        self._device = device
+        super().__init__(device)
         self._counter = counter
+        self._rounded = (
+            counter.rounded if isinstance(counter, AllocationTrace) else up_to_blocks if counter is None else int
+        )
         self.reserved_bytes = 0
         """The most that the allocator of ``device`` has reserved."""
-        self._levels: list[int] = []
-        self._peaks: list[int] = []
-        self._times: list[TimeMark] = []
+        self.far_bytes: Counter[int] = Counter()
+        self.ahead_bytes: Counter[int] = Counter()
+        """Of :class:`StepLevels`; the stores of a measured step add to both."""
+        self._readings: list[_Reading] = []
         self._signatures: list[str] = []
         self._are_typical: list[bool] = []
         self._dropped: set[int] = set()
         self._recomputed: dict[int, int] = {}
         self._contexts: list[BlockContext] = []
-        self._is_on = False
+        self._storages: dict[int, _PassedStorage] = {}
+        """By the id of a storage that is alive, or was."""
+        self._ends: dict[int, Interval] = {}
+        """By the id of the reference to a storage: the interval in which it was freed."""
+        self._arguments: list[set[_PassedStorage]] = []
+        self._outputs: list[set[_PassedStorage]] = []
+        self._passed_on: list[set[_PassedStorage]] = []
+        """By call: those of the arguments that are the very tensors which the call before has returned."""
+        self._returned: list[tuple[ref[torch.Tensor], int]] = []
+        """The tensors that the last call has returned, with their versions."""
 
     @scope
     def metering(self, undo: Undo, blocks: Blocks) -> Iterator[None]:
         enter(undo, without_value_checks())
-        enter(undo, blocks.marked(self))
         undo.append((self._release_contexts, ()))
-        undo.append((setattr, (self, "_is_on", False)))
-        with self._counter or nullcontext():
-            self._is_on = True
-            self._read()
-            self._peaks.clear()  # of what was before the update
-            try:
-                yield
-            finally:
-                self._read()
-                self._is_on = False
+        with self._counter or nullcontext(), super().metering(blocks):
+            yield
 
-    def levels(self, intervals: Iterable[Interval] | None = None, start: int = 0) -> dict[Interval, LevelSpan]:
-        """Returns the levels above ``start`` of what is over, by default with the intervals of a trace."""
+    def levels(self, start: int = 0) -> dict[Interval, LevelSpan]:
+        """Returns the levels above ``start``, after the step."""
         spans: dict[Interval, LevelSpan] = {}
-        named = (span.interval for span in self.log.spans) if intervals is None else intervals
-        for interval, borders, peak in zip(named, pairwise(self._levels), self._peaks, strict=True):
-            begin, end = (level - start for level in borders)
-            before = spans.get(interval, LevelSpan(begin, peak - start, end))
-            spans[interval] = LevelSpan(before.start, max(before.peak, peak - start), end)
+        for interval, (begin, end) in zip(self._spans, pairwise(self._readings), strict=True):
+            span = LevelSpan(begin.level, end.peak, end.level).raised(-start)
+            before = spans.get(interval, span)
+            spans[interval] = LevelSpan(before.start, max(before.peak, span.peak), span.end)
         return spans
 
-    def update(self) -> UpdateLevels:
-        """Returns the levels of the update that is over."""
-        start, seconds = self._levels[0], dict[Interval, float]()
-        for interval, marks in zip(self.intervals, pairwise(self._times), strict=True):
-            seconds[interval] = seconds.get(interval, 0.0) + seconds_between(*marks)
-        return UpdateLevels(
+    def result(self) -> StepLevels:
+        """Returns the levels of the step that is over."""
+        start, spans = self._readings[0].level, self._spans
+        allocated, seconds = Counter[Interval](), dict[Interval, float]()
+        for interval, (begin, end) in zip(spans, pairwise(self._readings), strict=True):
+            allocated[interval] += end.allocated - begin.allocated
+            seconds[interval] = seconds.get(interval, 0.0) + end.seconds
+        levels, at_start = self.levels(start), zip(reversed(spans), reversed(self._readings[:-1]), strict=True)
+        return StepLevels(
             block_of_call=self.order,
-            spans=self.levels(self.intervals, start),
-            seconds=seconds,
-            total_seconds=seconds_between(self._times[0], self._times[-1]),
+            spans=levels,
+            seconds=seconds if isinstance(self._counter, AllocationTrace) else self.seconds,
+            total_seconds=self.total,
             start_bytes=start,
+            allocated=allocated,
+            of_blocks={interval: reading.of_blocks for interval, reading in at_start},
             dropped=frozenset(self._dropped),
+            joinable=frozenset(call for call in range(1, len(self.order)) if self._is_joinable(call, levels)),
+            is_repeated=any(len(backwards) > 1 for backwards in self._backwards.values()),
+            passed_on=[sum(storage.num_bytes for storage in storages) for storages in self._passed_on],
+            far_bytes=self.far_bytes,
+            ahead_bytes=self.ahead_bytes,
             recomputed=self._recomputed,
             signatures=self._signatures,
             are_typical=self._are_typical,
         )
 
+    def _is_joinable(self, call: int, levels: LevelLog) -> bool:
+        """Returns whether nothing but a call and the one before it uses or holds what that one returns."""
+        before = call - 1
+        inputs = (self._arguments[call] & self._outputs[before]) - self._arguments[before]
+        # A joined block frees the input that the one before it has returned. So they are neighbours in one pass, and
+        # nothing but these two calls reads that tensor, or has it when the second one is over.
+        return (
+            self.order[before] == self.order[call] - 1
+            and (call in self._dropped) == (before in self._dropped)
+            and all(Interval(Phase.BACKWARD, each) in levels for each in (before, call))
+            and len(inputs) == 1
+            and inputs <= self._passed_on[call]
+            and all(len(storage.calls) == 2 for storage in inputs)
+            and all(
+                end is not None and (end.call == call or end == (Phase.BACKWARD, before))  # a kept one saves its output
+                for end in (self._ends.get(id(storage.reference)) for storage in self._passed_on[call])
+            )
+        )
+
+    # Note [Dropped graphs]
+    # A step may drop the graph of a call without a backward: m(x).detach(), or an output that is not used. The moment
+    # becomes the backward of the call. Autograd frees all tensors of the graph first, and then the hooks, those of the
+    # first call first. So the graphs of several calls that end at one level are dropped as one, in the order of
+    # backwards; what they retain is gone at the start of the first one:
+    #
+    #     after the forward of 5 (all is freed) | backward of 5 | backward of 4 | backward of 3 | after it | ...
+
     def end_graph(self, call: int) -> None:
         """Marks that the graph of a call was freed, which is of interest if no backward has begun."""
-        if self._is_on and call not in self._in_backward:
-            self._in_backward.add(call)
-            self._dropped.add(call)
-            before = self._interval
+        if not self._is_on or call in self._in_backward:
+            return
+        self._in_backward.add(call)
+        self._dropped.add(call)
+        now, last, place = self._read_level(), self._readings[-1], len(self._spans) - 1
+        if not self._is_drop(place - 1) or (now.level, now.allocated) != (last.level, last.allocated):
+            before = self.interval
             self._mark(Phase.BACKWARD, call)
             self._mark(*(before if before.is_of_block else Interval(Phase.AFTER_BACKWARD, call)))
+            return
+        while self._is_drop(place - 1) and self._spans[place - 1].call < call:
+            place -= 1
+        self._spans.insert(place, Interval(Phase.BACKWARD, call))
+        self._readings.insert(place + 1, last._replace(peak=last.level, seconds=0.0))
+        self._times.insert(place + 1, self._times[place])
+
+    def _is_drop(self, place: int) -> bool:
+        phase, call = self._spans[max(0, place)]
+        return phase is Phase.BACKWARD and call in self._dropped
 
     def _end_recomputation(self) -> None:
-        phase, call = self._interval
+        phase, call = self.interval
         if self._is_on and phase is Phase.BACKWARD:
-            self._recomputed[call] = max(self._recomputed.get(call, 0), self._level() - self._levels[-1])
+            self._recomputed[call] = max(
+                self._recomputed.get(call, 0), self._read_level().level - self._readings[-1].level
+            )
 
-    def _level(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._counter is None else self._counter.live_bytes
+    def _read_level(self) -> _Reading:
+        counter = self._counter
+        if counter is not None:
+            reading = _Reading(counter.live_bytes, counter.peak_bytes, counter.allocated_bytes)
+            if isinstance(counter, AllocationTrace):
+                return reading._replace(of_blocks=counter.bytes_of_blocks, seconds=counter.seconds)
+            return reading
+        stats = torch.cuda.memory_stats(self._device)
+        self.reserved_bytes = max(self.reserved_bytes, stats["reserved_bytes.all.peak"])
+        level, peak, allocated = (stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak", "allocated"))
+        return _Reading(level, peak, allocated)
 
     def _read(self) -> None:
         """Reads the level, the peak since the last reading, and the time."""
-        self._levels.append(self._level())
+        self._readings.append(self._read_level())
         if self._counter is None:
-            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-            self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._peaks.append(self._counter.peak_bytes)
-            self._counter.peak_bytes = self._levels[-1]
-        self._times.append(time_mark(self._device))
+            self._counter.peak_bytes = self._readings[-1].level
+            if isinstance(self._counter, AllocationTrace):
+                self._counter.seconds = 0.0
+        super()._read()
 
     def _mark(self, phase: Phase, call: int) -> None:
-        if self._is_on:
-            super()._mark(phase, call)
-            self._read()
+        super()._mark(phase, call)
+        if isinstance(self._counter, AllocationTrace):
+            self._counter.is_in_block = phase is Phase.FORWARD
 
     def _release_contexts(self) -> None:
         for context in self._contexts:
@@ -229,18 +349,45 @@ class LevelMeter(StepMarks):
             wrapper.context.on_recomputed = self._end_recomputation
             self._contexts.append(wrapper.context)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Joined blocks free their argument, so it has to be the very tensor of the block before, unmodified. Hooks
+        # around the backward of a module wrap its arguments: forward gets views.
+        is_wrapped = module._backward_hooks or module._backward_pre_hooks
+        passed_on = (
+            () if is_wrapped else (t for t in tensors if any(r() is t and v == t._version for r, v in self._returned))
+        )
+        self._passed_on.append(self._storages_of(passed_on))
+        self._arguments.append(self._storages_of(tensors))
         self._signatures.append(" ".join(f"{[*tensor.shape]}{tensor.dtype}" for tensor in tensors))
         self._are_typical.append(any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors))
 
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._outputs.append(self._storages_of(tensors))
+        self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
         with_history = [tensor for tensor in tensors if tensor.requires_grad]
         if with_history:
             end: Callable[[torch.Tensor], None] = _GraphEnd(self, self.call)
             for tensor in with_history:
                 tensor.register_hook(end)
 
+    def _end_storage(self, reference: ref[torch.UntypedStorage]) -> None:
+        self._ends[id(reference)] = self.interval
 
-def block_classes(blocks: Blocks, update: UpdateLevels) -> list[int]:
+    def _storages_of(self, tensors: Iterable[torch.Tensor]) -> set[_PassedStorage]:
+        """Counts tensors that the present call is passed, or returns; returns their storages."""
+        result, tensors = set(), list(tensors)
+        if self._counter is not None:  # else the first op that uses an input would seem to allocate it
+            self._counter.track(tensors)
+        for storage in filter(None, map(storage_of, tensors)):
+            passed = self._storages.get(id(storage))
+            if passed is None or passed.reference() is not storage:  # an id may be that of an earlier one
+                passed = _PassedStorage(ref(storage, self._end_storage), self._rounded(storage.nbytes()))
+                self._storages[id(storage)] = passed
+            passed.calls.add(self.call)
+            result.add(passed)
+        return result
+
+
+def block_classes(blocks: Blocks, update: StepLevels) -> list[int]:
     """Returns the class of each block: blocks of one class are built alike, and are called alike in the update."""
     calls: list[list[str]] = [[] for _ in blocks.modules]
     for block, signature in zip(update.block_of_call, update.signatures, strict=True):

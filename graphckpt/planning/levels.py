@@ -23,11 +23,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, final
 
 from graphckpt.extras import LazyPackage
-from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase, StepLog
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from graphckpt.planning.level_meter import StepLevels
 else:
     np = LazyPackage("numpy", "plan")
 
@@ -57,8 +59,8 @@ class Rise(NamedTuple):
     backward: int
 
 
-SampledRun: TypeAlias = "tuple[StepLog, Sequence[int]]"
-"""A traced step, and the option of each of its blocks."""
+SampledRun: TypeAlias = "tuple[StepLevels, Sequence[int]]"
+"""The levels of a step, and the option of each of its blocks."""
 
 
 @final
@@ -107,6 +109,15 @@ class Calls:
                     self.heads[before] = None
                 is_forward = False
             is_forward, before = is_forward or interval.phase is Phase.FORWARD, interval
+        self.dropped_with: dict[Interval, list[int]] = {}
+        """By the backward of a call whose graph is dropped: all calls that are dropped with it."""
+        group: list[int] = []
+        for interval in self.base:
+            if interval.phase is Phase.BACKWARD and interval.call in dropped:
+                group.append(interval.call)
+                self.dropped_with[interval] = group
+            else:
+                group = []
         self.base_added = self.added(self.base)
 
     def added(self, spans: LevelLog) -> list[int]:
@@ -145,10 +156,10 @@ class _Readings(Generic[_Value]):
         return self._default if value is None else value
 
 
-def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepLog, Calls]:
+def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepLevels, Calls]:
     """Returns the run with every block recomputed, and its calls."""
-    log = next(log for log, plan in runs if set(plan) == {base_option})
-    return log, Calls(log.levels, [call.block for call in log.calls], classes, log.dropped)
+    step = next(step for step, plan in runs if set(plan) == {base_option})
+    return step, Calls(step.levels, step.block_of_call, classes, step.dropped)
 
 
 @final
@@ -158,16 +169,16 @@ class LevelTable:
     Args:
         calls: The calls of the step.
         base_option: The number of the option that each block has in the base.
-        log: The trace of the base; ``None`` if its levels alone were read.
     """
 
-    def __init__(self, calls: Calls, base_option: int, log: StepLog | None = None) -> None:
+    def __init__(self, calls: Calls, base_option: int) -> None:
         self.calls = calls
         self.base_option = base_option
-        self.log = log
         self.block_of_call = calls.block_of_call
-        self.passed_on = [0] * len(calls.kinds)
+        self.passed_on: Sequence[int] = [0] * len(calls.kinds)
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
+        self.of_blocks: Mapping[Interval, int] = {}
+        """Those of the base: see :class:`~graphckpt.planning.level_meter.StepLevels`."""
         self.rises = _Readings(calls, Rise(0, 0))
         self.retained = _Readings(calls, 0)
         self.of_pairs = _Readings(calls, 0)
@@ -199,10 +210,8 @@ class LevelTable:
             classes: the class of each block; blocks of one class are equal.
         """
         base, calls = _base_of(runs, base_option, classes)
-        table = cls(calls, base_option, base)
-        table.passed_on = [
-            sum(base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in base.calls
-        ]
+        table = cls(calls, base_option)
+        table.passed_on, table.of_blocks = base.passed_on or table.passed_on, base.of_blocks
         table._read(runs)
         return table
 
@@ -217,35 +226,35 @@ class LevelTable:
 
     def _read(self, runs: Sequence[SampledRun]) -> None:
         calls = self.calls
-        for log, plan in runs:
-            added = zip(calls.added(log.levels), calls.base_added, strict=True)
+        for step, plan in runs:
+            added = zip(calls.added(step.levels), calls.base_added, strict=True)
             for call, (num_bytes, base_bytes) in enumerate(added):
                 self._add_retained(call, plan, num_bytes - base_bytes)
         # What is freed or released later than at the next border shows in backward, as a difference from these sums.
         # All differences are read before the first one changes the sums.
         excesses = [
             {
-                row.interval.call: log.levels[row.interval].start - row.start
+                row.interval.call: step.levels[row.interval].start - row.start
                 for row in self._sums(plan, ())
-                if row.interval.phase is Phase.BACKWARD and row.interval in log.levels
+                if row.interval.phase is Phase.BACKWARD and row.interval in step.levels
             }
-            for log, plan in runs
+            for step, plan in runs
         ]
-        for (log, plan), excess in zip(runs, excesses, strict=True):
+        for (step, plan), excess in zip(runs, excesses, strict=True):
             for call in range(len(self.block_of_call)):
-                self._read_backward(log.levels, call, plan, excess)
+                self._read_backward(step.levels, call, plan, excess)
         self._sampled = runs
         self._read_heads()
 
     def _read_heads(self) -> None:
         """Reads which share of what is late is there at the peaks of heads, as far as it is known what is late."""
         self.head_shares.clear()
-        for log, plan in self._sampled:
+        for step, plan in self._sampled:
             without = {row.interval: row.peak for row in self._sums(plan, (), head_share=0.0)}
             for row in self._sums(plan, (), head_share=1.0):
                 late = row.peak - without[row.interval]
-                if row.interval in self.calls.heads and row.interval in log.levels and late:
-                    share = (log.levels[row.interval].peak - without[row.interval]) / late
+                if row.interval in self.calls.heads and row.interval in step.levels and late:
+                    share = (step.levels[row.interval].peak - without[row.interval]) / late
                     self.head_shares.setdefault(row.interval, min(1.0, max(0.0, share)))
 
     def _read_backward(self, spans: LevelLog, call: int, plan: Sequence[int], excess: Mapping[int, int]) -> None:
@@ -372,6 +381,7 @@ class LevelTable:
                     retained[each] += 0 if is_chain else late[each]
                 total = sum(retained.values())
                 behind_head.update(retained)
+            total -= sum(retained.pop(each, 0) for each in calls.dropped_with.get(interval, ()))  # freed by then
             call, level, rise = interval.call, base.start + total, base.peak - base.start
             # Levels are read at the start of an interval: what a call adds or frees in it shows in the next one, and
             # before that in the rise.

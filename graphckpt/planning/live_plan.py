@@ -46,8 +46,8 @@ from graphckpt.planning.plan_step import check_parameters, find_blocks, head_row
 from graphckpt.planning.planner import CheckedPlan, Dialogue, Planners, corrected
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import PolicyChoice
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import StepRun, state_tensors
-from graphckpt.planning.trace import Blocks
 from graphckpt.planning.update_planner import Candidates, UpdatePlanner, candidates_for_updates
 from graphckpt.planning.update_table import PlannedUpdate, UpdateKey, UpdateTable, highest_levels
 from graphckpt.progress import Progress
@@ -332,7 +332,7 @@ class LivePlan:
     def _measured_update(self, sizes: dict[str, int]) -> PlannedUpdate | None:
         put_back(self._metering)
         meter, self._meter = self._meter, None
-        levels = None if meter is None else meter.update()
+        levels = None if meter is None else meter.result()
         if levels is None or not levels.has_backward:
             return None
         options = list(self._choice.plan if self._is_applied and self._choice is not None else self._present)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
+from graphckpt.planning.intervals import Interval, Phase
+from graphckpt.planning.level_meter import StepLevels
 from graphckpt.planning.levels import LevelTable
-from graphckpt.planning.program import Interval, Phase, TraceLog
 
 if TYPE_CHECKING:
     from graphckpt.planning.candidates import Option
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 class StepSample:
     """One run of the step with one option on each block."""
 
-    trace: TraceLog
+    levels: StepLevels
     peak_bytes: int
+    """The highest of all processes that measure together."""
     seconds: dict[Interval, float]
     step_seconds: float
     """Seconds of the step without policies, if it was run, or else with these."""
@@ -49,7 +51,7 @@ class MeasuredStep:
     optimizer_seconds: float = 0.0
     """Seconds of the optimizer in that step, if it was timed."""
     num_runs: int = 0
-    """The number of traced runs."""
+    """The number of runs whose levels were read."""
     ahead_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """By call and option: the bytes of an all-gather that begins before the backward of the call."""
     joinable: frozenset[int] = frozenset()

@@ -15,7 +15,7 @@ from graphckpt._compat import call_with_autocast
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.block import BlockContext
 from graphckpt.planning.candidates import MOST, Option
-from graphckpt.planning.trace import Blocks, TimeMark, seconds_between, time_mark
+from graphckpt.planning.step_clock import Blocks, TimeMark, seconds_between, time_mark
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Full
 from graphckpt.rules.ops import OpGraph, is_counted

@@ -21,8 +21,8 @@ from typing import Any, Self, final
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
 from graphckpt.planning.measured_step import MeasuredStep
-from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error

@@ -30,9 +30,9 @@ from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, plan_in_limit
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import CopyRates, PolicySearch
+from graphckpt.planning.step_clock import Blocks, PathError
 from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step, states_of
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.simulation.cluster_profile import Cluster

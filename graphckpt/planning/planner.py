@@ -14,15 +14,15 @@ from graphckpt.budget import Budget
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
 from graphckpt.planning.candidates import JOINED, Option, parse_compile
+from graphckpt.planning.intervals import LevelLog
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
-from graphckpt.planning.program import LevelLog
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicyKey, PolicySearch
+from graphckpt.planning.step_clock import NO_BLOCKS, Blocks
 from graphckpt.planning.steps import FakeStep, RealStep, StepRun, peak_of
-from graphckpt.planning.trace import NO_BLOCKS, Blocks
 from graphckpt.simulation.allocations import AllocationLog, Replay, replay
 from graphckpt.simulation.allocator import AllocatorRules
 from graphckpt.units import at_least, format_bytes, format_sizes

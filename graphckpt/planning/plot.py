@@ -41,7 +41,7 @@ from graphckpt.ledger.plot import (
     unit_of,
 )
 from graphckpt.ledger.table import Column, prefix_note
-from graphckpt.planning.program import Phase
+from graphckpt.planning.intervals import Phase
 from graphckpt.planning.rows import PlanData, Stage, assumptions_line, device_text, plan_cells, reserved_lines
 from graphckpt.units import format_bytes, format_seconds
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, peak
+from graphckpt.planning.intervals import Interval, LevelLog, Phase
 from graphckpt.planning.levels import KEEP_NUMBER, IntervalLevel, Runs
 from graphckpt.planning.measured_step import MeasuredStep
-from graphckpt.planning.program import Interval, LevelLog, Phase
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from math import fsum
 from typing import final
 
 from graphckpt.planning.frontier import COVERED, Move
+from graphckpt.planning.intervals import Interval, Phase
 from graphckpt.planning.levels import KEEP_NUMBER, Runs
 from graphckpt.planning.measured_step import MeasuredStep
-from graphckpt.planning.program import Interval, Phase
 from graphckpt.rules.basic import Full
 
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -101,7 +101,8 @@ class StepChain:
             peak = span.peak + rest.get(interval, 0)
             if interval.is_of_block:
                 stretch = interval
-                self._starts[interval] = span.start + rest.get(interval, 0)
+                if interval not in table.calls.dropped_with:  # from where its graph is dropped on, levels are lower
+                    self._starts[interval] = span.start + rest.get(interval, 0)
             elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
                 stretch = None
             elif stretch is not None:
@@ -166,16 +167,14 @@ class StepChain:
         change = level
         for place, call in reversed(list(enumerate(run))):
             interval = Interval(Phase.BACKWARD, call)
-            if interval not in self._starts:
-                continue
-            own, rise = chosen, table.rises.get(call, chosen).backward
-            level = sum(retained[c] for c in run[: place + 1])
-            if length > 1 and call not in table.calls.dropped:
-                if place == length - 1:
+            if interval in self._starts:
+                own, rise = chosen, table.rises.get(call, chosen).backward
+                level = sum(retained[c] for c in run[: place + 1])
+                if length > 1 and place == length - 1:
                     rise = table.recompute(range(run[0], run[-1] + 1), retained, rise)
-                else:
+                elif length > 1:
                     own, rise = KEEP_NUMBER, table.rises.get(call, KEEP_NUMBER).backward
-            backward.append(self._starts[interval] + level + table.output.get(call, own) + rise)
+                backward.append(self._starts[interval] + level + table.output.get(call, own) + rise)
             if interval in self._others:
                 backward.append(sum(retained[c] for c in run[:place]) + self._others[interval])
         state = self._state(block + length, chosen)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
@@ -20,13 +20,13 @@ from graphckpt.budget import Budget
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import Option
-from graphckpt.planning.level_meter import LevelMeter, level_counter
+from graphckpt.planning.intervals import Interval, LevelLog, Phase
+from graphckpt.planning.level_meter import LevelMeter, StepLevels, level_counter
 from graphckpt.planning.measured_step import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
-from graphckpt.planning.program import EventKind, Interval, LevelLog, Phase, StorageEvent
-from graphckpt.planning.trace import NO_BLOCKS, Blocks, PathError, StepClock, Trace
-from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
+from graphckpt.planning.step_clock import NO_BLOCKS, Blocks, PathError, StepClock
+from graphckpt.planning.traced_stores import PartitionStore, TracedStore, metered, settle
 from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.simulation.allocations import (
     AllocationLog,
@@ -50,16 +50,13 @@ from graphckpt.training_state import ModuleTree, TrainingState, on_optimizer_ste
 from graphckpt.tree import storages_of
 from graphckpt.undo import Scope, Undo, enter, scope
 
-_OTHERS = -2  # the number of a storage in a trace, beside those that it counts; -1 is one that cannot be tracked
+_HOST = torch.device("cpu")  # of fake tensors
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
 _LEAST_SHARE = 2000  # of a limit: each replay of a large step takes a second
 ENOUGH = 0.98  # of a limit: how far below it the least memory of a plan is, is not searched
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
-
-
-_AnyTrace = TypeVar("_AnyTrace", bound=AllocationTrace)
 
 
 class StepRun(NamedTuple):
@@ -110,12 +107,12 @@ class RealStep:
         self._reach: Callable[[], StepReach] | None = None
         self._first_reached: list[torch.Tensor] = []
         """The tensors that :attr:`_reach` found before the first step; they are held until they are restored."""
-        self._has_others, self._other_bytes = False, 0
-        """Whether the bytes of others were measured, and these: see `_begin_with_others`."""
+        self._start_bytes: int | None = None
+        """The level at the start of the first step that was sampled."""
         self.reserved_bytes = 0
         """The most that the allocator reserved in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
-        # Not a method: a trace holds it for as long as tensors that it has seen are alive, and must not hold the step.
+        # Not a method: a counter holds it as long as tensors that it has seen are alive, and must not hold the step.
         self.rounded: Callable[[int], int] = up_to_blocks if self.device.type == "cuda" else int
         """Returns the bytes that the allocator of the device counts for a size."""
         self.before_step: Callable[[], object] = int
@@ -136,7 +133,7 @@ class RealStep:
         return None if is_there else copy_rates(self.device, target.tier)
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
+        """Runs the step with one option on each block: to warm up, to read levels, and a few times to time it.
 
         Each timed run is paired with one without policies, so that other load affects both alike.
         """
@@ -145,41 +142,39 @@ class RealStep:
         stores = [parts[option.name] if option.is_partitioned else store for option in options]
         # In this order: the first step creates optimizer states and lets blocks learn what moves; ranks compare what
         # they partition, and keep it in full until they have; from then on each step is like the next. Times are taken
-        # without the trace, which slows a step down.
+        # apart from levels, as a counter slows a step down.
         with on_optimizer_step(self._optimizers.setdefault), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
-            trace = self.new_trace()
-            with traced(blocks, trace, stores):
+            meter = self.new_meter()
+            with metered(blocks, meter, stores):
                 self._step()
-            self._begin_with_others(trace)  # before another step frees what this one leaves, and allocates it anew
+            levels = self._from_first_start(meter.result())
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
             for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
                 clocks.append(self._timed(blocks))
                 with without():
                     plain.append(self._timed(blocks))
-        runs = (trace, *clocks, *plain)
+        runs = (meter, *clocks, *plain)
         orders = [each.order for each in runs]
         if any(order != orders[0] for order in orders):
             nested = next(((blocks.names[a], blocks.names[b]) for a, b in filter(None, (r.nested for r in runs))), None)
             raise PathError(orders, nested)
         total = min(clock.total for clock in plain)
-        peak = trace.peak_bytes + self._other_bytes
-        return StepSample(trace.log, peak, _fastest(clocks), total, _fastest(plain))
+        return StepSample(levels, levels.peak_bytes, _fastest(clocks), total, _fastest(plain))
 
-    def _begin_with_others(self, trace: Trace) -> None:
-        """Lets a trace that has ended begin with what the allocator of a device counts and no op of the step shows.
+    def _from_first_start(self, levels: StepLevels) -> StepLevels:
+        """Returns levels of the allocator as if the step began with what the first one began with.
 
-        That is workspaces of cuBLAS, and tensors that the step does not use: without them, a share of the plain peak
-        and the bytes before the first block would be others than the allocator's, by which a plan is checked.
+        The allocator counts tensors that the step does not use. What is freed of them from one step to another must not
+        seem to be due to an option. The copies from which the step is restored do not count.
         """
         if self.device.type != "cuda":
-            return
-        if not self._has_others:  # once: what is freed later must not seem to be due to an option
-            allocated = torch.cuda.memory_allocated(self.device) - self._own_bytes()
-            self._has_others, self._other_bytes = True, max(0, allocated - trace.live_bytes)
-        trace.log.spans[0].entries.insert(0, StorageEvent(EventKind.BORN, _OTHERS, self._other_bytes, 0))
+            return levels
+        if self._start_bytes is None:
+            self._start_bytes = levels.start_bytes - self._own_bytes()
+        return replace(levels, start_bytes=self._start_bytes)
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         listed = {option.name: option.fields["partition"] for option in options if option.is_partitioned}
@@ -221,19 +216,20 @@ class RealStep:
                 torch.cuda.empty_cache()  # what is reserved from here on is due to this step
             # The first step reserves what this one needs, the second is measured: its states and gradients exist.
             self._step()
-            meter = LevelMeter(self.device, level_counter(self.device, state_tensors(self._model, self._optimizers)))
+            meter = self.new_meter()
             with meter.metering(blocks):
                 self._step()
             own_bytes = self._own_bytes()
         self.reserved_bytes = meter.reserved_bytes - own_bytes
-        return meter.levels(start=own_bytes)
+        return meter.levels(own_bytes)
 
     def allocations(self) -> AllocationLog | None:
         """Runs two steps, and logs their allocations after those that the process has; ``None`` if not on CUDA."""
         if self.device.type != "cuda":
             return None
         with on_optimizer_step(self._optimizers.setdefault):
-            trace = self._new(AllocationTrace)
+            trace = AllocationTrace(self.device.type, rounded=self.rounded)
+            trace.track(state_tensors(self._model, self._optimizers))
             rest = torch.cuda.memory_allocated(self.device) - self._own_bytes() - trace.live_bytes
             trace.add(rest)  # workspaces, and tensors that the step may use or not
             with trace:
@@ -316,20 +312,14 @@ class RealStep:
         enter(undo, on_optimizer_step(add))
         yield
 
-    def new_trace(self) -> Trace:
-        return self._new(Trace)
-
-    def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
-        trace = kind(self.device.type, rounded=self.rounded)
-        trace.track(state_tensors(self._model, self._optimizers))
-        return trace
+    def new_meter(self) -> LevelMeter:
+        return LevelMeter(self.device, level_counter(self.device, state_tensors(self._model, self._optimizers)))
 
     def _timed(self, blocks: Blocks) -> StepClock:
         self.before_step()
         clock = StepClock(self.device)
-        with blocks.marked(clock):
+        with clock.metering(blocks):
             self._run_step()
-        clock.stop()
         return clock
 
     def _model_tensors(self) -> list[torch.Tensor]:
@@ -354,7 +344,8 @@ def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
 
 
 def _fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
-    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
+    seconds = [clock.seconds for clock in clocks]
+    return {interval: min(each.get(interval, 0.0) for each in seconds) for interval in seconds[0]}
 
 
 MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]
@@ -513,20 +504,22 @@ class FakeStep:
                 self._step_fn()
             timeline = self._device.new_timeline()
             observer = StepObserver(timeline.op_seconds)
-            trace = self._new(Trace, timeline.op_seconds if self.assumptions else observer.op_seconds)
+            trace = self._new_trace(timeline.op_seconds if self.assumptions else observer.op_seconds)
+            meter = LevelMeter(_HOST, trace)
             trace.track([*self._workspaces, *state_tensors(self._model, self._optimizers)])
             if self._first is not None:  # averages of weights, or a loss that is stored: used late, and alive before
                 trace.track_storages_of(self._first)
-            with timeline.waits(), traced(blocks, trace, [store]), observer.observing_optimizers():
+            with timeline.waits(), metered(blocks, meter, [store]), observer.observing_optimizers():
                 self._step_fn()
+        levels = meter.result()
         self._comm_bytes = max(self._comm_bytes, timeline.comm_bytes)
         if not self.assumptions:
             self.assumptions = observer.assumptions(self._device.autocast_dtypes)
-            self._optimizer_seconds = sum(s for i, s in trace.seconds.items() if i.phase is Phase.OPTIMIZER)
+            self._optimizer_seconds = sum(s for i, s in levels.seconds.items() if i.phase is Phase.OPTIMIZER)
         factor = self._factor * (1 + self._bubble_share)  # other stages recompute as well
-        seconds = {i: s if i.phase is Phase.OPTIMIZER else factor * s for i, s in trace.seconds.items()}
+        seconds = {i: s if i.phase is Phase.OPTIMIZER else factor * s for i, s in levels.seconds.items()}
         total = self._seconds_of_all(timeline.seconds(), timeline.first).total
-        return StepSample(trace.log, trace.peak_bytes, seconds, total)
+        return StepSample(levels, levels.peak_bytes, seconds, total)
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
@@ -545,7 +538,7 @@ class FakeStep:
             # From an empty process, as its allocator would see it: the first step puts optimizer states among
             # activations, which leaves gaps that later steps have to live with. The second is the first step in which
             # all of them exist, and all later ones are like it.
-            trace = self._new(AllocationTrace, timeline.op_seconds)
+            trace = self._new_trace(timeline.op_seconds)
             weights = [*self._model.parameters(), *self._model.buffers()]
             buckets = gradient_buckets(weights)
             trace.track([*weights, *buckets, *self._workspaces])
@@ -559,7 +552,7 @@ class FakeStep:
                 trace.label((parameter.grad for parameter in parameters), "gradients")
                 trace.label(states_of(optimizer), "optimizer states")
 
-            meter = LevelMeter(torch.device("cpu"), trace)
+            meter = LevelMeter(_HOST, trace)
             with on_optimizer_step(see), timeline.waits():
                 with trace:
                     trace.begin_step()
@@ -621,6 +614,6 @@ class FakeStep:
                 stand_ins.swap(each, _modules={str(number): module for number, module in enumerate(rest)})
             yield True
 
-    def _new(self, kind: type[_AnyTrace], op_seconds: OpSeconds) -> _AnyTrace:
+    def _new_trace(self, op_seconds: OpSeconds) -> AllocationTrace:
         rounded, extra_bytes = self.rounded, self.machine.op_extra_bytes
-        return kind("meta", is_fake=True, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)
+        return AllocationTrace("meta", is_fake=True, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)

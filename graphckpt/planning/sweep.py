@@ -6,19 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
+from graphckpt.planning.intervals import Interval, Phase
+from graphckpt.planning.level_meter import StepLevels
 from graphckpt.planning.levels import IntervalLevel, LevelTable, SampledRun
 from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.program import Interval, Phase, StepLog, TraceLog
+from graphckpt.planning.step_clock import Blocks, PathError
 from graphckpt.planning.steps import FakeStep, RealStep
-from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.basic import Full
 from graphckpt.rules.selective import Selective
 
@@ -37,7 +37,7 @@ def measure(
 ) -> MeasuredStep:
     """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
 
-    All processes of ``group`` measure the step, and use the traces of one of them.
+    All processes of ``group`` measure the step, and use the levels of one of them.
     """
     assert options[0] is KEEP
     group = group or PlanGroup()
@@ -47,22 +47,21 @@ def measure(
         group.elect_leader(sample.peak_bytes)
         if group.size == 1:
             return sample
-        message = group.from_leader(sample.trace.to_message() if group.rank == group.leader else None)
-        return replace(sample, trace=TraceLog.from_message(message), peak_bytes=group.max(sample.peak_bytes))
+        message = group.from_leader(sample.levels.to_message() if group.rank == group.leader else None)
+        return replace(sample, levels=StepLevels.from_message(message), peak_bytes=group.max(sample.peak_bytes))
 
     run = shared(step.sample(blocks, [KEEP] * len(every)))
     # First with everything kept, which shows which blocks are equal, and so how few runs show all options. Then the
     # base of the table, with every block recomputed: where `full` is not an option, it is number -1, which no plan has.
-    own_log = StepLog(run.trace)
-    _check_calls(own_log)
-    classes = _classes(own_log, blocks)
+    _check_calls(run.levels)
+    classes = _classes(run.levels, blocks)
     recomputed = next((o for o in options if o.rule == Full() and not (o.is_far or o.is_partitioned)), FULL)
     base_option = next((number for number, o in enumerate(options) if o is recomputed), -1)
     base = shared(step.sample(blocks, [recomputed] * len(every)))
 
     def measure_options(numbers: Sequence[int], *, is_shorter: bool) -> MeasuredStep:
-        collector = TraceCollector(classes, base_option)  # of this try: options of another may have other numbers
-        collector.add(run, every, [0] * len(every), own_log)
+        collector = SampleCollector(classes, base_option)  # of this try: options of another may have other numbers
+        collector.add(run, every, [0] * len(every))
         collector.add(base, every, [base_option] * len(every))
         subset = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
         kinds = [classes[number] for number in numbers]
@@ -106,10 +105,10 @@ def measure(
     return measure_options(every, is_shorter=False)
 
 
-def _check_calls(log: StepLog) -> None:
-    if not log.calls:
+def _check_calls(levels: StepLevels) -> None:
+    if not levels.block_of_call:
         raise PlanError("no block ran with gradients enabled · fix: run forward and backward of this model in step_fn")
-    if not log.has_backward:
+    if not levels.has_backward:
         raise PlanError("no backward went through the blocks · fix: call loss.backward() in step_fn")
 
 
@@ -118,16 +117,16 @@ def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
     return [number for number, kind in enumerate(classes) if classes[:number].count(kind) < limit]
 
 
-def _classes(log: StepLog, blocks: Blocks) -> list[int]:
-    """Returns the class of each block: blocks of one class are called with and allocate the same, byte by byte.
+def _classes(levels: StepLevels, blocks: Blocks) -> list[int]:
+    """Returns the class of each block: equal shapes and equal bytes make a class.
 
     Buffers have to be equal as well: policies copy them, which a step without policies does not show.
     """
     classes: dict[Any, int] = {}
     marks: list[list[Any]] = [[] for _ in blocks.names]
-    for number, call in enumerate(log.calls):
-        border = [tuple(log.sizes.get(s, 0) for s in storages) for storages in (call.arguments, call.outputs)]
-        marks[call.block].append((*border, *(log.allocated_bytes(Interval(phase, number)) for phase in _OF_BLOCKS)))
+    for call, block in enumerate(levels.block_of_call):
+        allocated = (levels.allocated.get(Interval(phase, call), 0) for phase in _OF_BLOCKS)
+        marks[block].append((levels.signatures[call], *allocated))
     keys = [
         (type(module), module.training, tuple((b.dtype, b.numel()) for b in module.buffers()), tuple(mark))
         for module, mark in zip(blocks.modules, marks, strict=True)
@@ -156,7 +155,7 @@ def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stri
 class _Effect(NamedTuple):
     """The effect of an option on a block."""
 
-    allocated: tuple[tuple[tuple[int, ...], ...], ...]
+    allocated: tuple[tuple[int, ...], ...]
     """By phase and call: the bytes that it allocates."""
     far_bytes: int
     ahead_bytes: tuple[int, ...]
@@ -164,8 +163,8 @@ class _Effect(NamedTuple):
 
 
 @final
-class TraceCollector:
-    """Collects the traces and seconds of sampled runs; the first one is that to which others are compared."""
+class SampleCollector:
+    """Collects the levels and seconds of sampled runs; the first one is that to which others are compared."""
 
     def __init__(self, classes: Sequence[int], base_option: int) -> None:
         self.classes = classes
@@ -187,20 +186,19 @@ class TraceCollector:
         sample: StepSample,
         numbers: Sequence[int],
         turn: Sequence[int],
-        log: StepLog | None = None,
         *,
         is_shorter: bool = False,
     ) -> None:
         """Adds a run in which block ``numbers[n]`` had option ``turn[n]``; with ``is_shorter`` no other blocks ran."""
-        log = StepLog(sample.trace) if log is None else log
+        levels = sample.levels
+        order = [numbers[block] for block in levels.block_of_call]
         calls: dict[int, list[int]] = {number: [] for number in numbers}
-        for call, entry in enumerate(log.calls):
-            calls[numbers[entry.block]].append(call)
-        first = self._runs[0][0] if self._runs else log
-        order, full_order = [numbers[call.block] for call in log.calls], [call.block for call in first.calls]
+        for call, block in enumerate(order):
+            calls[block].append(call)
+        full_order = self._runs[0][0].block_of_call if self._runs else order
         if order != [block for block in full_order if block in calls]:
             raise PathError([order, full_order])
-        (self._shorter_runs if is_shorter else self._runs).append((log, turn))
+        (self._shorter_runs if is_shorter else self._runs).append((levels, turn))
         if is_shorter:
             self._shorter_classes = [self.classes[number] for number in numbers]
         else:
@@ -210,7 +208,7 @@ class TraceCollector:
             allocated = []
             for phase in _OF_BLOCKS:
                 intervals = [Interval(phase, call) for call in calls[block]]
-                allocated.append(tuple(map(log.allocated_bytes, intervals)))
+                allocated.append(tuple(levels.allocated.get(interval, 0) for interval in intervals))
                 took = sum(sample.seconds.get(interval, 0.0) for interval in intervals)
                 if sample.plain_seconds is None:
                     self._seconds.setdefault((*key, phase), []).append(took)
@@ -218,16 +216,16 @@ class TraceCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
-            far_bytes = sum(log.calls[call].far_bytes for call in calls[block])
-            ahead_bytes = tuple(log.calls[call].ahead_bytes for call in calls[block])
+            far_bytes = sum(levels.far_bytes.get(call, 0) for call in calls[block])
+            ahead_bytes = tuple(levels.ahead_bytes.get(call, 0) for call in calls[block])
             self._effects.setdefault(key, _Effect(tuple(allocated), far_bytes, ahead_bytes))
 
     def table(self) -> LevelTable:
         table = LevelTable.of_runs(self._runs, self._base_option, self.classes)
         if self._shorter_runs:
             table.read_part(self._shorter_runs, self._shorter_classes)
-        for (log, turn), peak in zip(self._runs, self._peaks, strict=True):
-            levels = [IntervalLevel(interval, span.start, span.peak) for interval, span in log.levels.items()]
+        for (step, turn), peak in zip(self._runs, self._peaks, strict=True):
+            levels = [IntervalLevel(interval, span.start, span.peak) for interval, span in step.levels.items()]
             highest = max(level.peak for level in levels)
             table.add_run([level.raised(peak - highest) for level in levels], turn, is_sample=True)
         return table
@@ -236,7 +234,6 @@ class TraceCollector:
         self, blocks: Blocks, options: Sequence[Option], of_class: Mapping[int, Sequence[Option]], run: StepSample
     ) -> MeasuredStep:
         table, every = self.table(), range(len(options))
-        assert table.log is not None
         forward_seconds, backward_seconds = (self._by_block(phase, of_class) for phase in _OF_BLOCKS)
         optimizer = (s for interval, s in run.seconds.items() if interval.phase is Phase.OPTIMIZER)
         ahead_bytes = {
@@ -257,12 +254,12 @@ class TraceCollector:
             backward_seconds=backward_seconds,
             far_bytes=tuple(tuple(self._effects[kind, o].far_bytes for o in every) for kind in self.classes),
             ahead_bytes=ahead_bytes,
-            joinable=_joinable([log for log, _ in self._runs]),
+            joinable=frozenset.intersection(*(step.joinable for step, _ in self._runs)),
             step_seconds=run.step_seconds,
             optimizer_seconds=sum(optimizer),
             num_runs=len(self._runs) + len(self._shorter_runs),
             runs=tuple(runs),
-            notes=(_REPEATED,) if any(len(set(call.backwards)) > 1 for call in table.log.calls) else (),
+            notes=(_REPEATED,) if self._runs[0][0].is_repeated else (),
         )
 
     def _by_block(self, phase: Phase, of_class: Mapping[int, Sequence[Option]]) -> tuple[tuple[float, ...], ...]:
@@ -285,35 +282,6 @@ class TraceCollector:
                 extra |= _smoothed(of_class[kind], extra, phase)
             by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise
         return tuple(by_class[kind] for kind in self.classes)
-
-
-def _joinable(logs: Sequence[StepLog]) -> frozenset[int]:
-    """Returns the calls that can be joined to the one before: nothing else uses or holds what that one returns."""
-    joinable = set()
-    log = logs[0]
-    uses = Counter(s for call in log.calls for s in {*call.arguments, *call.outputs})
-    for number, (before, here) in enumerate(pairwise(log.calls), start=1):
-        inputs = {s for s in here.arguments if s in before.outputs and s not in before.arguments}
-        # A joined block frees the input that the one before it has returned. So they are neighbours in one pass, and
-        # nothing but these two calls reads that tensor, or has it when the second one is over, in any of the runs.
-        if (
-            before.block == here.block - 1
-            and (number in log.dropped) == (number - 1 in log.dropped)
-            and all(Interval(Phase.BACKWARD, call) in log.levels for call in (number - 1, number))
-            and len(inputs) == 1
-            and inputs.issubset(here.returned_before)
-            and all(uses[storage] == 2 for storage in inputs)
-            and all(_is_freed(each, number) for each in logs)
-        ):
-            joinable.add(number)
-    return frozenset(joinable)
-
-
-def _is_freed(log: StepLog, call: int) -> bool:
-    """Returns whether only blocks hold what a call is passed by the one before, once the call is over."""
-    where = [log.where_gone.get(storage) for storage in log.calls[call].returned_before]
-    before = Interval(Phase.BACKWARD, call - 1)  # a kept block may save its output
-    return all(end is not None and (end.call == call or end == before) for end in where)
 
 
 def _smoothed(options: Sequence[Option], extra: Mapping[int, float], phase: Phase) -> dict[int, float]:

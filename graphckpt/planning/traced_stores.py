@@ -1,4 +1,4 @@
-"""Stores that tell a trace when blocks release tensors, while a step is measured."""
+"""Stores of a step that is measured: they simulate offloading, and partition the tensors of each block alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.planning.trace import Blocks, Trace
+from graphckpt.planning.level_meter import LevelMeter
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
@@ -23,28 +24,28 @@ _MIN_ELEMENTS = 1024  # of a tensor to offload, as in stores by default
 _MOST_RUNS = 3  # of a step that keeps something new each time
 
 
-class RecordingStore(Store):
-    """Records when blocks release tensors in the store, while it has a trace."""
+class MeasuredStore(Store):
+    """Counts what it moves in a meter, while it has one."""
 
-    trace: Trace | None = None
+    meter: LevelMeter | None = None
 
 
 @scope
-def traced(undo: Undo, blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
-    """Traces the step within the ``with`` block, and the bytes in these stores of blocks."""
+def metered(undo: Undo, blocks: Blocks, meter: LevelMeter, stores: Sequence[MeasuredStore]) -> Iterator[None]:
+    """Reads the levels of the step within the ``with`` block, and what these stores of blocks move."""
     for store in stores:
-        undo.append((setattr, (store, "trace", None)))
-        store.trace = trace
-    with blocks.marked(trace), trace:
+        undo.append((setattr, (store, "meter", None)))
+        store.meter = meter
+    with meter.metering(blocks):
         yield
 
 
 @final
-class TracedStore(RecordingStore):
-    """Keeps tensors on the device, or simulates offloading them, and records when blocks release them.
+class TracedStore(MeasuredStore):
+    """Keeps tensors on the device, or simulates offloading them.
 
     Args:
-        far_blocks: simulate offloading of these blocks while a trace records: the bytes of a tensor do not count until
+        far_blocks: simulate offloading of these blocks while a meter reads: the bytes of a tensor do not count until
             it is reloaded. The copies here are synchronous, to pageable memory, and must not be timed: plans add the
             time of copies from the rates of the device.
     """
@@ -60,15 +61,14 @@ class TracedStore(RecordingStore):
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
-        trace = self.trace
         if (
-            trace is None
+            self.meter is None
             or group.block not in self._far_blocks
             or tensor.numel() < _MIN_ELEMENTS
             or isinstance(tensor, nn.Parameter)
             or any(tensor.untyped_storage() is other.untyped_storage() for other in group.tensors())
         ):
-            return HeldKey(tensor.detach(), trace)
+            return tensor.detach()
         storage = tensor.untyped_storage()  # which sparse tensors lack
         reference = self._offloaded.get(id(storage))
         # Several blocks may save one storage, which is offloaded once; an id may be that of a later storage.
@@ -76,40 +76,23 @@ class TracedStore(RecordingStore):
         if copy is None or copy.storage() is not storage:
             copy = _OffloadedStorage(tensor)
             self._offloaded[id(storage)] = ref(copy)
-            trace.log.calls[-1].far_bytes += copy.num_bytes
+            self.meter.far_bytes[self.meter.call] += copy.num_bytes
         layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return HeldKey(_OffloadedView(copy, tensor.dtype, layout), trace)
+        return _OffloadedView(copy, tensor.dtype, layout)
 
     def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, HeldKey)
-        value: torch.Tensor | _OffloadedView = key.value
-        if isinstance(value, torch.Tensor):
-            return value
-        value.flat = value.storage.reload()
-        return value.flat.view(value.dtype).as_strided(*value.layout)
+        if isinstance(key, torch.Tensor):
+            return key
+        assert isinstance(key, _OffloadedView)
+        key.flat = key.storage.reload()
+        return key.flat.view(key.dtype).as_strided(*key.layout)
 
     def close_group(self, group: TensorGroup | None) -> None: ...  # blocks hold the tensors
 
 
 @final
-class HeldKey:
-    """The key of saved tensors. A trace records its end, which shows when the graph of the call is dropped."""
-
-    __slots__ = ("__weakref__", "_call", "_trace", "value")
-
-    def __init__(self, value: Any, trace: Trace | None) -> None:
-        self.value = value
-        self._trace = trace if trace is not None and trace.is_in_block else None
-        self._call = -1 if trace is None else trace.call
-
-    def __del__(self) -> None:
-        if self._trace is not None:
-            self._trace.release(self._call)
-
-
-@final
 class _OffloadedStorage:
-    """An offloaded storage: a copy that no trace counts, until it is reloaded."""
+    """An offloaded storage: a copy that does not count until it is reloaded."""
 
     __slots__ = ("__weakref__", "_copy", "_device", "_reloaded", "num_bytes", "storage")
 
@@ -144,11 +127,11 @@ class _OffloadedView:
 
 
 @final
-class PartitionStore(RecordingStore):
-    """Partitions saved tensors, with a store for each block, and records in a trace when blocks release them.
+class PartitionStore(MeasuredStore):
+    """Partitions saved tensors, with a store for each block.
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
-    backward runs. Here each block has one, so that a trace shows what the block alone does;
+    backward runs. Here each block has one, so that levels show what the block alone does;
     :class:`~graphckpt.planning.search.PolicySearch` then adds what is prefetched.
     """
 
@@ -168,11 +151,11 @@ class PartitionStore(RecordingStore):
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
         store = self._stores[group.block]
-        return HeldKey((store, store.put(tensor, group)), self.trace)
+        return store, store.put(tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, HeldKey)
-        store, inner = key.value
+        assert isinstance(key, tuple)
+        store, inner = key
         result: torch.Tensor | None = store.get(inner)
         return result
 
@@ -187,8 +170,8 @@ class PartitionStore(RecordingStore):
         sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
         if len(sizes) > 1:
             sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # copied into one buffer
-        if sizes and self.trace is not None:
-            self.trace.log.calls[-1].ahead_bytes += sum(sizes)
+        if sizes and self.meter is not None:
+            self.meter.ahead_bytes[self.meter.call] += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:

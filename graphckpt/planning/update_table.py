@@ -19,9 +19,9 @@ from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
-from graphckpt.planning.level_meter import UpdateLevels
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
+from graphckpt.planning.level_meter import StepLevels
 from graphckpt.planning.levels import Calls, LevelTable, Rise
-from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 
 InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 """The largest input of each module around the blocks, by name, in elements. Updates of equal sizes are compared."""
@@ -108,7 +108,7 @@ class _CallReadings:
 class PlannedUpdate:
     """The levels of an update, and the number of the option of each block."""
 
-    levels: UpdateLevels
+    levels: StepLevels
     options: Sequence[int]
     sizes: InputSizes
     creates_states: bool = False
@@ -131,7 +131,7 @@ class PlannedUpdate:
     def from_message(cls, message: Sequence[Any]) -> Self:
         levels, options, sizes, creates_states = message
         sizes_by_name = tuple((name, size) for name, size in sizes)
-        return cls(UpdateLevels.from_message(levels), options, sizes_by_name, creates_states)
+        return cls(StepLevels.from_message(levels), options, sizes_by_name, creates_states)
 
 
 def highest_levels(updates: Sequence[PlannedUpdate]) -> LevelLog:

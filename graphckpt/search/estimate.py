@@ -17,12 +17,12 @@ from graphckpt.budget import Budget, check_budget
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError, check_keywords
 from graphckpt.extras import require
+from graphckpt.planning.intervals import Phase
 from graphckpt.planning.options import PlanOptions, budget_bytes
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import check_parameters, find_blocks, frozen_objects, measure_all
 from graphckpt.planning.planner import CheckedPlan, Planner, plan_in_limit, policies_key, run_under
-from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep, states_of
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep

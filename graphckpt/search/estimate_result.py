@@ -12,8 +12,8 @@ from rich.text import Text
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
+from graphckpt.planning.intervals import Interval, Phase
 from graphckpt.planning.measured_step import MeasuredStep
-from graphckpt.planning.program import EventKind, Interval, Phase
 from graphckpt.search.trainer_lines import TrainingSetup, apply_line, check_policy_file, save_policies, trainer_lines
 from graphckpt.units import format_bytes, format_seconds
 
@@ -48,7 +48,10 @@ class PeakParts:
         stages = dict(zip(measured.model.calls.base, plan.stages, strict=True))
         interval, stage = max(stages.items(), key=lambda item: item[1].peak_bytes)
         activations = plan.peak_parts["activations"]
-        layers = min(activations, max(0, stage.start_bytes - _outside_of_layers(measured)[interval]))
+        # What no layer's forward allocates, such as the loss, is the same under each plan.
+        base = measured.model
+        outside = base.calls.base[interval].start - base.of_blocks[interval]
+        layers = min(activations, max(0, stage.start_bytes - outside))
         return cls(
             weights=plan.peak_parts["weights"],
             gradients=plan.peak_parts["gradients"],
@@ -63,27 +66,6 @@ class PeakParts:
         """Returns the bytes by kind; their sum is the peak."""
         kinds = ("weights", "gradients", "optimizer_states", "workspaces", "layers", "other")
         return {f"{kind}_bytes": getattr(self, kind) for kind in kinds}
-
-
-def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
-    """Returns the bytes that no layer's forward allocates, at the start of each interval.
-
-    They are the same under each plan, such as those of the loss, so they are read from the trace of the step with every
-    block recomputed. The rest of the level is what layers keep.
-    """
-    base = measured.model.log
-    assert base is not None
-    level, levels = 0, {}
-    sizes: dict[int, int] = {}
-    for interval, entries in base.entries.items():
-        levels[interval] = level
-        for entry in entries:
-            if entry.kind is EventKind.BORN and interval.phase is not Phase.FORWARD:
-                sizes[entry.storage] = base.sizes[entry.storage]
-                level += sizes[entry.storage]
-            elif entry.kind is EventKind.GONE:
-                level -= sizes.pop(entry.storage, 0)
-    return levels
 
 
 def _saved_by_layers(measured: MeasuredStep, starts: Mapping[Interval, int]) -> dict[str, int]:

@@ -260,28 +260,32 @@ class AllocationTrace(LiveBytes):
     ) -> None:
         super().__init__(device, record_timeline=False, counts_fake=is_fake)
         self.allocations = AllocationLog()
-        self.total_seconds = 0.0
-        self._rounded = rounded
+        self.seconds = 0.0
+        """Those of the ops since the caller has set it to 0."""
+        self.is_in_block = False
+        """Whether the forward of a block runs; the caller sets it."""
+        self.bytes_of_blocks = 0
+        """Live bytes that forwards of blocks have allocated."""
+        self.rounded = rounded
         self._op_seconds = op_seconds
         self._extra_bytes = extra_bytes
         # The number of each storage that is alive, by its id.
         self._numbers: dict[int, int] = {}
         # The bytes of each storage that was ever alive, by its number.
         self._sizes: list[int] = []
-        self._num_ops = 0  # for subclasses
+        self._numbers_of_blocks: set[int] = set()
         # The streams of a simulated step by their numbers; FSDP2 gathers and reduces on separate streams.
         self._streams: list[object] = [torch.cpu.current_stream()]
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self._num_ops += 1
         # Two out of three dispatches of a fake step, none of which runs anything on the device.
         if func is OF_DEVICE:
             return args[0].device if is_fake(args[0]) else func(*args)
         with without_torch_functions() if self._counts_fake else _NOTHING:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if self._op_seconds is not None and result is not NotImplemented:
-                self._add_seconds(self._op_seconds(func, args, kwargs or {}, result))
+                self.seconds += self._op_seconds(func, args, kwargs or {}, result)
             if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
                 self._change(num_bytes, _TEMPORARY)  # allocated and freed at once
                 self._change(-num_bytes, _TEMPORARY)
@@ -293,10 +297,9 @@ class AllocationTrace(LiveBytes):
             self._change(num_bytes, _ADDED)  # a second call resizes what the first one has added
 
     def begin_step(self) -> None:
-        """Begins another step, whose peak and seconds count from now on."""
+        """Begins another step, whose peak counts from now on."""
         self.allocations.begin_step()
         self.peak_bytes = self.live_bytes
-        self.total_seconds = 0.0
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: StorageKind) -> None:
         """Sets the kind of the storages of tensors, as far as they are counted."""
@@ -305,15 +308,14 @@ class AllocationTrace(LiveBytes):
                 if (number := self._numbers.get(id(storage))) is not None:
                     self.allocations.kinds[number] = kind
 
-    def _add_seconds(self, seconds: float) -> None:
-        self.total_seconds += seconds
-
     def _change(self, num_bytes: int, key: int) -> None:
         """Logs that the storage with the id ``key`` has ``num_bytes`` more than before, or less if negative."""
         number = self._numbers.pop(key, None)
         if number is not None:  # freed, or resized: then it is another storage from now on
-            super()._change(-self._rounded(self._sizes[number]), key)
-            self._end(number)
+            freed = self.rounded(self._sizes[number])
+            super()._change(-freed, key)
+            self.allocations.steps[-1].append(Allocation(number, 0))
+            self.bytes_of_blocks -= freed if number in self._numbers_of_blocks else 0
             num_bytes += self._sizes[number]  # from here on all that it has
             if num_bytes == 0:
                 return
@@ -321,13 +323,12 @@ class AllocationTrace(LiveBytes):
             return  # a storage that was resized to nothing has died already, and now its object is freed
         number = self._numbers[key] = len(self._sizes)
         self._sizes.append(num_bytes)
-        super()._change(self._rounded(num_bytes), key)
-        self._begin(number)
-
-    def _begin(self, number: int) -> None:
-        """Logs the birth of a storage."""
-        if size := self._sizes[number]:
-            self.allocations.steps[-1].append(Allocation(number, size, self._stream()))
+        super()._change(self.rounded(num_bytes), key)
+        if num_bytes:
+            self.allocations.steps[-1].append(Allocation(number, num_bytes, self._stream()))
+        if self.is_in_block:
+            self._numbers_of_blocks.add(number)
+            self.bytes_of_blocks += self.rounded(num_bytes)
 
     def _stream(self) -> int:
         """Returns the number of the stream that allocates, on the CPU in place of an absent device."""
@@ -335,7 +336,3 @@ class AllocationTrace(LiveBytes):
         if stream not in self._streams:
             self._streams.append(stream)
         return self._streams.index(stream)
-
-    def _end(self, number: int) -> None:
-        """Logs the death of a storage."""
-        self.allocations.steps[-1].append(Allocation(number, 0))

@@ -10,9 +10,9 @@ from torch import nn
 
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.measured_step import MeasuredStep
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 
 
 class Sampled(NamedTuple):

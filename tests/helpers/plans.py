@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from graphckpt.blocks.select import Selector
 from graphckpt.planning.candidates import NEAR, Option
+from graphckpt.planning.intervals import LevelLog, LevelSpan
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.program import LevelLog, LevelSpan
 from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.step_clock import NO_BLOCKS, Blocks
 from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import NO_BLOCKS, Blocks
 
 M = TypeVar("M", bound=nn.Module)
 Selectors = Selector | Iterable[Selector] | None

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import Option, options
-from graphckpt.planning.level_meter import LevelMeter, UpdateLevels, block_classes, level_counter
+from graphckpt.planning.level_meter import LevelMeter, StepLevels, block_classes, level_counter
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import state_tensors
-from graphckpt.planning.trace import Blocks
 from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
 
 FIVE: tuple[Option, ...] = options(
@@ -42,13 +42,13 @@ class Updates:
         self.full = [FULL] * len(named)
         self.measured(self.full)  # creates the states of optimizers
 
-    def measured(self, plan: Sequence[int]) -> UpdateLevels:
+    def measured(self, plan: Sequence[int]) -> StepLevels:
         """Runs an update under the options of a plan, and returns its levels."""
         device = next(self.model.parameters()).device
         meter = LevelMeter(device, level_counter(device, state_tensors(self.model, self.optimizers)))
         with self.blocks.under([FIVE[o] for o in plan], [None] * len(plan)), meter.metering(self.blocks):
             self.update()
-        return meter.update()
+        return meter.result()
 
     def table(self) -> UpdateTable:
         """Returns the table of five updates: in each, one block of each class has another option."""
@@ -59,7 +59,7 @@ class Updates:
             table.add([PlannedUpdate(self.measured(turn), turn, ())])
         return table
 
-    def turns(self, classes: Sequence[int], base: UpdateLevels) -> Iterator[list[int]]:
+    def turns(self, classes: Sequence[int], base: StepLevels) -> Iterator[list[int]]:
         """Yields the options of all blocks: another one in the middle of the blocks of each class."""
         called = dict(zip(base.block_of_call, base.are_typical, strict=True))
         for option in (0, 2, 3, 4):

@@ -27,7 +27,7 @@ from transformers import (
 
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.integrations.transformers import GraphckptCallback
-from graphckpt.planning.trace import Trace
+from graphckpt.ledger.live_memory import LiveBytes
 
 trl = pytest.importorskip("trl")
 pytestmark = [
@@ -131,11 +131,11 @@ def train(
     trainer = build(kind, folder, data, callback, **more)
     run = Run({}, [], 0)
     training_step = trainer.training_step
-    live: list[Trace] = []
+    live: list[LiveBytes] = []
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:
         run.num_steps += 1
-        trace = Trace("cpu")
+        trace = LiveBytes("cpu", record_timeline=False)
         optimizer = trainer.optimizer.optimizer
         states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
         trace.track([*trainer.model.parameters(), *trainer.model.buffers(), *states])

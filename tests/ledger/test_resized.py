@@ -15,8 +15,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes, StorageLog
-from graphckpt.planning.program import EventKind
-from graphckpt.planning.trace import Trace
 from graphckpt.simulation.allocations import Allocation, AllocationTrace
 
 KIB = 1024
@@ -203,19 +201,6 @@ def test_an_allocation_trace_has_a_death_and_a_birth() -> None:
     assert before == [Allocation(0, KIB)]
     assert step == [Allocation(*each) for each in ((0, 0), (1, KIB), (1, 0), (2, KIB), (2, 0))]
     assert trace.live_bytes == 0
-
-
-def test_a_trace_of_a_step_has_a_death_and_a_birth() -> None:
-    trace = Trace("cpu")
-    with trace:
-        x = kib()
-        free(x)
-        gather(x)
-        free(x)
-        del x
-    events = [(e.kind, e.storage, e.num_bytes) for span in trace.log.spans for e in span.entries]
-    born, gone = EventKind.BORN, EventKind.GONE
-    assert events == [(born, 0, KIB), (gone, 0, KIB), (born, 1, KIB), (gone, 1, KIB)]
 
 
 # ---- what is saved

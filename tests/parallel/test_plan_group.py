@@ -26,9 +26,9 @@ from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

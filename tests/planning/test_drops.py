@@ -15,7 +15,7 @@ from helpers.peaks import tracked_peak
 from helpers.plans import change_levels, planner_of, stepped_once
 
 from graphckpt import apply, plan
-from graphckpt.planning import PlanError, trace
+from graphckpt.planning import PlanError, step_clock
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.steps import RealStep, peak_of
@@ -26,7 +26,7 @@ def test_any_plan_takes_what_is_predicted(name: str, monkeypatch: pytest.MonkeyP
     # Seconds of ops, by which levels of `selective` are found, that do not depend on the load of the machine.
     seconds = random.Random(0)
     clock = itertools.accumulate(seconds.uniform(1e-6, 2e-5) for _ in itertools.count())
-    monkeypatch.setattr(trace, "process_time", clock.__next__)
+    monkeypatch.setattr(step_clock, "process_time", clock.__next__)
     model = Views()
     step, optimizers = STEPS[name](model)
     planner = planner_of(model, step, ResidualLayer)

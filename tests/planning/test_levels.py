@@ -20,18 +20,10 @@ from helpers.thinning import slow_unless
 from torch import Tensor, nn
 
 from graphckpt.planning.candidates import options
+from graphckpt.planning.intervals import Interval, LevelSpan, Phase
+from graphckpt.planning.level_meter import StepLevels
 from graphckpt.planning.levels import LevelTable
 from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.program import (
-    BlockCall,
-    EventKind,
-    Interval,
-    Phase,
-    StepLog,
-    StorageEvent,
-    TraceLog,
-    TraceSpan,
-)
 
 SELECTIVE = [{"rule": "selective", "save": ops} for ops in ("attention", "matmul", "matmul+attention")]
 FIVE = options(False, ["full", *SELECTIVE])  # fixed ones: which levels a plan finds depends on times
@@ -50,29 +42,22 @@ OFF: dict[str, tuple[float, float]] = {
 FAST = {"albert", "gpt2", "gptj", "llama", "mpt", "resnet", "t5"}
 
 
-def traced(num_kept: int) -> StepLog:
+def stepped(num_kept: int) -> StepLevels:
     """A step of two blocks that allocate 10 bytes of output each, and under ``keep`` 20 more until their backward."""
     saved = [20 * (call < num_kept) for call in range(2)]
-    of_phase = {
-        Phase.FORWARD: lambda call: [(EventKind.BORN, call, 10), (EventKind.BORN, 2 + call, saved[call])],
-        Phase.BACKWARD: lambda call: [
-            (EventKind.BORN, 4 + call, 25 - saved[call]),  # a recomputation allocates more
-            *((EventKind.GONE, 4 + call, 25 - saved[call]), (EventKind.GONE, 2 + call, saved[call])),
-            (EventKind.GONE, call, 10),
-        ],
-        Phase.AFTER_FORWARD: lambda call: [],
-    }
-    order = [(phase, call) for call in range(2) for phase in (Phase.FORWARD, Phase.AFTER_FORWARD)]
-    order += [(Phase.BACKWARD, 1), (Phase.BACKWARD, 0)]
-    spans = [
-        TraceSpan(Interval(phase, call), [StorageEvent(*event, op=0) for event in of_phase[phase](call)])
-        for phase, call in order
-    ]
-    return StepLog(TraceLog(spans, [BlockCall(0), BlockCall(1)]))
+    spans, level = dict[Interval, LevelSpan](), 0
+    for call in range(2):
+        spans[Interval(Phase.FORWARD, call)] = LevelSpan(level, level + 10 + saved[call], level + 10 + saved[call])
+        level += 10 + saved[call]
+        spans[Interval(Phase.AFTER_FORWARD, call)] = LevelSpan(level, level, level)
+    for call in (1, 0):  # a recomputation allocates more
+        spans[Interval(Phase.BACKWARD, call)] = LevelSpan(level, level + 25 - saved[call], level - 10 - saved[call])
+        level -= 10 + saved[call]
+    return StepLevels([0, 1], spans, {}, 0.0, 0)
 
 
 def test_an_example_to_read_first() -> None:
-    table = LevelTable.of_runs([(traced(0), [1, 1]), (traced(2), [0, 0])], 1, [0, 0])
+    table = LevelTable.of_runs([(stepped(0), [1, 1]), (stepped(2), [0, 0])], 1, [0, 0])
     assert [(level.start, level.peak) for level in table.levels([0, 1])] == [
         (0, 30),  # forward of 0, which is kept
         (30, 30),
@@ -81,7 +66,7 @@ def test_an_example_to_read_first() -> None:
         (40, 65),  # backward of 1
         (30, 35),  # backward of 0
     ]
-    assert [level.peak for level in table.levels([0, 1])] == [span.peak for span in traced(1).levels.values()]
+    assert [level.peak for level in table.levels([0, 1])] == [span.peak for span in stepped(1).levels.values()]
     assert [table.peak(plan) for plan in ([1, 1], [0, 1], [0, 0])] == [45, 65, 65]
 
 

@@ -34,9 +34,9 @@ from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner, plan_in_limit
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.step_chain import JoinedRuns, StepChain
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 
 FEW = {
     "albert",  # one layer that runs several times

@@ -24,9 +24,9 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import CopyRates, PolicySearch
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import load_profile
 

@@ -1,9 +1,10 @@
-"""The clock of a real step: what it counts as a block's own time, and what not."""
+"""The clock and the meter of a real step: what counts as a block's own time, and what a sampled run holds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -16,10 +17,11 @@ from torch import nn
 
 from graphckpt.planning import traced_stores
 from graphckpt.planning.candidates import KEEP, Option
+from graphckpt.planning.intervals import Interval, Phase
+from graphckpt.planning.level_meter import StepLevels
 from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.program import Interval, Phase, TraceLog
+from graphckpt.planning.step_clock import Blocks, StepClock
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, StepClock
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds
@@ -37,12 +39,11 @@ def Slow(self: Any, x: torch.Tensor) -> torch.Tensor:
 def timed(model: nn.Module, x: torch.Tensor, *, after: Callable[[], object], steps: int = 0) -> StepClock:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = StepClock(x.device)
-    with Blocks(find_blocks(model, "*")).marked(clock):
+    with clock.metering(Blocks(find_blocks(model, "*"))):
         model(x).sum().backward()
         after()
         for _ in range(steps):
             optimizer.step()
-    clock.stop()
     return clock
 
 
@@ -72,9 +73,8 @@ def test_a_first_block_without_gradients_of_its_own_keeps_the_time() -> None:
     model[0].first.register_forward_hook(lambda module, args, output: output + shift)
     model.requires_grad_(False)
     clock = StepClock(torch.device("cpu"))
-    with Blocks(find_blocks(model, "*")).marked(clock):
+    with clock.metering(Blocks(find_blocks(model, "*"))):
         model(torch.ones(2, 4)).sum().backward()
-    clock.stop()
     assert clock.seconds[Interval(Phase.BACKWARD, 0)] >= BUSY
 
 
@@ -85,19 +85,24 @@ def test_the_hooks_are_taken_off() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_trace_in_words_is_the_same_trace() -> None:
+def test_levels_in_words_are_the_same_levels() -> None:
     model, x = nn.Sequential(Slow(), Slow()), torch.ones(2, 4)
-    log = RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).trace
-    log.calls[1].far_bytes = 7
-    assert TraceLog.from_message(json.loads(json.dumps(log.to_message()))) == log
+    levels = (
+        RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).levels
+    )
+    levels = replace(levels, far_bytes={1: 7}, dropped=frozenset({0}))
+    said = StepLevels.from_message(json.loads(json.dumps(levels.to_message())))
+    assert said.to_message() == levels.to_message()
+    assert (said.levels, said.dropped, said.joinable) == (levels.levels, levels.dropped, levels.joinable)
+    assert said.far_bytes == {1: 7}
 
 
-def test_a_trace_does_not_keep_its_step() -> None:
+def test_a_meter_does_not_keep_its_step() -> None:
     """It ends with the tensors that it has seen, and a step ends with its copies of weights and gradients."""
     step = RealStep(nn.Linear(2, 2), list)
-    trace, alive = step.new_trace(), ref(step)
+    meter, alive = step.new_meter(), ref(step)
     del step
-    assert trace is not None
+    assert meter is not None
     assert alive() is None
 
 
@@ -112,7 +117,7 @@ def test_tensors_without_a_storage_are_saved_as_they_are() -> None:
     assert step.sample(Blocks(find_blocks(model, "*")), [KEEP, KEEP]).peak_bytes > 0
 
 
-def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_sees_the_copies_of_the_run_whose_levels_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
     copied = []
 
@@ -129,5 +134,5 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch: pytest.MonkeyPa
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)
     sample = step.sample(Blocks(find_blocks(model, "*")), [far, far])
     assert len(copied) == 4, "the input and the linear layer's result, in each of two blocks, once"
-    assert sum(call.far_bytes for call in sample.trace.calls) == 4 * x.nbytes
+    assert sum(sample.levels.far_bytes.values()) == 4 * x.nbytes
     assert sum(sample.seconds.values()) < BUSY

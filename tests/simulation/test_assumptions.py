@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import graphckpt
 from graphckpt import ConfigError, Plan
 from graphckpt.planning.candidates import KEEP
+from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import made_step
-from graphckpt.planning.trace import Blocks
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import load_profile
 

@@ -1,4 +1,4 @@
-"""Traces and times a step: the intervals into which the calls of blocks divide it, and the storages in each.
+"""Divides a step into intervals by the calls of its blocks, and times them.
 
 ::
 
@@ -6,18 +6,13 @@
            ^ pre-hook     ^ hook of the block                  ^ hook on its   ^ hook on its
              of the block                                        outputs         arguments
 
-:meth:`Blocks.marked` registers these hooks, which are methods of :class:`StepMarks`. Its subclasses are used in runs of
-their own, since a dispatch mode slows a step down:
-
-- :class:`Trace`, a dispatch mode, logs which storages are allocated and freed in each interval. The stores of
-  :mod:`graphckpt.planning.traced_stores` tell it when blocks release what they hold.
-- :class:`StepClock` times the intervals. On CUDA it reads events once the step has ended: to wait for the device at
-  each of them would add the time of a launch, 15 to 25 us.
+:meth:`Blocks.marked` registers these hooks, which are methods of :class:`StepClock`. It takes no dispatch mode, which
+slows a step down, and on CUDA reads its events once the step has ended: to wait for the device at each of them would
+add the time of a launch, 15 to 25 us. :class:`~graphckpt.planning.level_meter.LevelMeter` also reads levels.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -35,19 +30,10 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.hooks import add_hook, add_optimizer_hook, add_pre_hook
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import Option
-from graphckpt.planning.program import (
-    BlockCall,
-    EventKind,
-    Interval,
-    Phase,
-    StorageEvent,
-    TraceLog,
-    TraceSpan,
-)
-from graphckpt.simulation.allocations import AllocationTrace
+from graphckpt.planning.intervals import Interval, Phase
 from graphckpt.stores.base import Store
 from graphckpt.tree import flatten_value, tensors_in
-from graphckpt.undo import Undo, scope
+from graphckpt.undo import Undo, enter, scope
 
 
 @final
@@ -103,60 +89,83 @@ class Blocks:
         yield without
 
     @scope
-    def marked(self, undo: Undo, marks: StepMarks) -> Iterator[None]:
+    def marked(self, undo: Undo, clock: StepClock) -> Iterator[None]:
         """Marks where the forwards and backwards of the blocks begin and end.
 
         Hooks of the user run outside of a block, as they do outside of its policy.
         """
         for number, module in enumerate(self.modules):
-            add_pre_hook(undo, module, partial(marks.begin_forward, number, undo), with_kwargs=True)
-            add_hook(undo, module, marks.end_forward, prepend=True, always_call=True)
-        add_optimizer_hook(undo, marks.begin_optimizer)
+            add_pre_hook(undo, module, partial(clock.begin_forward, number, undo), with_kwargs=True)
+            add_hook(undo, module, clock.end_forward, prepend=True, always_call=True)
+        add_optimizer_hook(undo, clock.begin_optimizer)
         yield
 
 
 NO_BLOCKS = Blocks([])
 
 
-class StepMarks:
-    """The intervals of a step so far, and the calls of blocks. Hooks begin the intervals; see the map above.
+class StepClock:
+    """The intervals of a step, within :meth:`metering`, and their times. Hooks begin the intervals; see the map above.
 
     A *first block* has no argument with history, whose hook would end its backward: only the gradients of its
     parameters show how long that takes.
     """
 
-    def __init__(self) -> None:
-        self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE), [])])
+    def __init__(self, device: torch.device) -> None:
+        self.order: list[int] = []
+        """The block of each call, in the order of forwards."""
         self.is_in_block = False
         self.nested: tuple[int, int] | None = None
         """A block that has called another one, and that other one."""
+        self._device = device
+        self._is_on = False
+        self._spans = [Interval(Phase.BEFORE)]
+        self._times: list[TimeMark] = []
+        """Where each span begins, and where the last one ends."""
         self._num_updates = 0
+        self._backwards: dict[int, set[int]] = {}
+        """By call: the ids of the backwards of the step that have computed gradients of its outputs."""
         self._in_backward: set[int] = set()
         self._extensions: set[int] = set()
         """The spans that begin with the gradient of a parameter of a first block."""
 
-    @property
-    def order(self) -> list[int]:
-        return [call.block for call in self.log.calls]
+    @scope
+    def metering(self, undo: Undo, blocks: Blocks) -> Iterator[None]:
+        undo.append((setattr, (self, "_is_on", False)))
+        enter(undo, blocks.marked(self))
+        self._is_on = True
+        self._read()
+        try:
+            yield
+        finally:
+            self._read()
+            self._is_on = False
 
     @property
-    def intervals(self) -> list[Interval]:
-        """The interval of each span."""
-        intervals = [span.interval for span in self.log.spans]
+    def seconds(self) -> dict[Interval, float]:
+        """The seconds of each interval, after the step."""
+        intervals, seconds = [*self._spans], dict[Interval, float]()
         for number in self._extensions:
             if number + 1 == len(intervals) or intervals[number + 1].phase is Phase.OPTIMIZER:
                 # The last gradient was there: clipping or a process that waits for others is not backward.
                 intervals[number] = Interval(Phase.AFTER_BACKWARD, intervals[number].call)
-        return intervals
+        for interval, times in zip(intervals, pairwise(self._times), strict=True):
+            seconds[interval] = seconds.get(interval, 0.0) + seconds_between(*times)
+        return seconds
+
+    @property
+    def total(self) -> float:
+        return seconds_between(self._times[0], self._times[-1])
 
     @property
     def call(self) -> int:
         """The number of the present call of a block, or of the last one."""
-        return len(self.log.calls) - 1
+        return len(self.order) - 1
 
     @property
-    def _interval(self) -> Interval:
-        return self.log.spans[-1].interval
+    def interval(self) -> Interval:
+        """The present one."""
+        return self._spans[-1]
 
     def begin_forward(
         self, block: int, undo: Undo, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,11 +174,11 @@ class StepMarks:
         if not torch.is_grad_enabled():
             return
         if self.is_in_block:
-            if block != self.log.calls[-1].block:
-                self.nested = self.log.calls[-1].block, block
+            if block != self.order[-1]:
+                self.nested = self.order[-1], block
             return
         self.is_in_block = True
-        self.log.calls.append(BlockCall(block))
+        self.order.append(block)
         leaves, _ = flatten_value((args, kwargs))
         self._log_arguments(module, leaves)
         call = self.call
@@ -204,7 +213,7 @@ class StepMarks:
 
     def begin_optimizer(self, *_: Any) -> None:
         # An optimizer that steps in a hook on a parameter belongs to backward.
-        if current_backward() < 0 and self._interval.phase is not Phase.OPTIMIZER:
+        if current_backward() < 0 and self.interval.phase is not Phase.OPTIMIZER:
             self._mark(Phase.OPTIMIZER, self._num_updates)
             self._num_updates += 1
 
@@ -213,103 +222,32 @@ class StepMarks:
         if call not in self._in_backward:
             self._in_backward.add(call)
             self._mark(Phase.BACKWARD, call)
-        self.log.calls[call].backwards.append(current_backward())
+        self._backwards.setdefault(call, set()).add(current_backward())
 
     def _end_backward(self, call: int, _: torch.Tensor) -> None:
         # The gradient of a mask or of an encoder's output is complete after all blocks that read it: another interval
         # has begun by then.
-        if self._interval == (Phase.BACKWARD, call):
+        if self.interval == (Phase.BACKWARD, call):
             self._mark(Phase.AFTER_BACKWARD, call)
 
     def _mark(self, phase: Phase, call: int) -> None:
-        self.log.spans.append(TraceSpan(Interval(phase, call), []))
+        if self._is_on:
+            self._spans.append(Interval(phase, call))
+            self._read()
+
+    def _read(self) -> None:
+        """Reads what there is to read where a span begins."""
+        self._times.append(time_mark(self._device))
 
     def _extend_backward(self, call: int, _: torch.Tensor) -> None:
         """Extends the backward of a first block to the gradient of a parameter."""
-        if self._interval == (Phase.BACKWARD, call):
-            self._extensions.add(len(self.log.spans))
-            self._mark(*self._interval)
+        if self.interval == (Phase.BACKWARD, call):
+            self._extensions.add(len(self._spans))
+            self._mark(*self.interval)
 
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None: ...
 
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None: ...
-
-
-@final
-class StepClock(StepMarks):
-    """Times the intervals of a step, from now on; ``seconds`` and ``total`` are there after :meth:`stop`."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.seconds: dict[Interval, float] = defaultdict(float)
-        self.total = 0.0
-        self._device = device
-        self._times = [time_mark(device)]
-        """Where each span begins."""
-
-    def stop(self) -> None:
-        self._times.append(time_mark(self._device))
-        for interval, times in zip(self.intervals, pairwise(self._times), strict=True):
-            self.seconds[interval] += seconds_between(*times)
-        self.total = seconds_between(self._times[0], self._times[-1])
-
-    def _mark(self, phase: Phase, call: int) -> None:
-        super()._mark(phase, call)
-        self._times.append(time_mark(self._device))
-
-
-@final
-class Trace(StepMarks, AllocationTrace):
-    """The storages of a step, interval by interval and op by op; see its bases for the arguments.
-
-    ``seconds`` are those of the ops of each interval.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        StepMarks.__init__(self)
-        AllocationTrace.__init__(self, *arguments, **options)
-        self.seconds: dict[Interval, float] = defaultdict(float)
-        self._returned: list[tuple[ref[torch.Tensor], int]] = []
-        """The tensors that the last call has returned, with their versions."""
-
-    def release(self, call: int) -> None:
-        """Logs that a call of a block has released something that a store held."""
-        self._log(EventKind.RELEASED, call=call)
-
-    def storage_number(self, tensor: torch.Tensor) -> int:
-        """Tracks a tensor; returns the number of its storage, -1 if it cannot be tracked."""
-        self.track([tensor])
-        try:
-            return self._numbers.get(id(tensor.untyped_storage()), -1)
-        except NotImplementedError:
-            return -1
-
-    def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None:
-        call = self.log.calls[-1]
-        are_passed_on = not (module._backward_hooks or module._backward_pre_hooks)  # they wrap: forward gets views
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                call.arguments.append(self.storage_number(leaf))
-                # Joined blocks free their argument, so it has to be the very tensor of the block before, unmodified.
-                if are_passed_on and any(t() is leaf and version == leaf._version for t, version in self._returned):
-                    call.returned_before.append(call.arguments[-1])
-
-    def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.log.calls[-1].outputs.extend(map(self.storage_number, tensors))
-        self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-    def _add_seconds(self, seconds: float) -> None:
-        self.seconds[self._interval] += seconds
-
-    def _begin(self, number: int) -> None:
-        self._log(EventKind.BORN, number)
-
-    def _end(self, number: int) -> None:
-        self._log(EventKind.GONE, number)
-
-    def _log(self, kind: EventKind, storage: int = -1, call: int = -1) -> None:
-        num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
-        self.log.spans[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
 
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"
