@@ -184,9 +184,9 @@ class LevelMeter(StepClock):
     def __init__(self, device: torch.device, counter: LiveBytes | None) -> None:
         super().__init__(device)
         self._counter = counter
-        self._rounded = (
-            counter.rounded if isinstance(counter, AllocationTrace) else up_to_blocks if counter is None else int
-        )
+        self._rounded: Callable[[int], int] = up_to_blocks if counter is None else int
+        if isinstance(counter, AllocationTrace):
+            self._rounded = counter.rounded
         self.reserved_bytes = 0
         """The most that the allocator of ``device`` has reserved."""
         self.far_bytes: Counter[int] = Counter()
@@ -304,9 +304,8 @@ class LevelMeter(StepClock):
     def _end_recomputation(self) -> None:
         phase, call = self.interval
         if self._is_on and phase is Phase.BACKWARD:
-            self._recomputed[call] = max(
-                self._recomputed.get(call, 0), self._read_level().level - self._readings[-1].level
-            )
+            added = self._read_level().level - self._readings[-1].level
+            self._recomputed[call] = max(self._recomputed.get(call, 0), added)
 
     def _read_level(self) -> _Reading:
         counter = self._counter
@@ -317,8 +316,9 @@ class LevelMeter(StepClock):
             return reading
         stats = torch.cuda.memory_stats(self._device)
         self.reserved_bytes = max(self.reserved_bytes, stats["reserved_bytes.all.peak"])
-        level, peak, allocated = (stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak", "allocated"))
-        return _Reading(level, peak, allocated)
+        # A block of the allocator may be up to 1 MiB larger than what was asked for, and equal calls get other blocks.
+        allocated = stats["requested_bytes.all.allocated"]
+        return _Reading(stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"], allocated)
 
     def _read(self) -> None:
         """Reads the level, the peak since the last reading, and the time."""
@@ -351,10 +351,8 @@ class LevelMeter(StepClock):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Joined blocks free their argument, so it has to be the very tensor of the block before, unmodified. Hooks
         # around the backward of a module wrap its arguments: forward gets views.
-        is_wrapped = module._backward_hooks or module._backward_pre_hooks
-        passed_on = (
-            () if is_wrapped else (t for t in tensors if any(r() is t and v == t._version for r, v in self._returned))
-        )
+        before = [] if module._backward_hooks or module._backward_pre_hooks else self._returned
+        passed_on = (t for t in tensors if any(same() is t and version == t._version for same, version in before))
         self._passed_on.append(self._storages_of(passed_on))
         self._arguments.append(self._storages_of(tensors))
         self._signatures.append(" ".join(f"{[*tensor.shape]}{tensor.dtype}" for tensor in tensors))

@@ -155,8 +155,10 @@ def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stri
 class _Effect(NamedTuple):
     """The effect of an option on a block."""
 
+    added: tuple[int, ...]
+    """By call: the bytes by which the level rises in forward."""
     allocated: tuple[tuple[int, ...], ...]
-    """By phase and call: the bytes that it allocates."""
+    """By phase and call: the bytes that it allocates; not every allocator counts them."""
     far_bytes: int
     ahead_bytes: tuple[int, ...]
     """By call."""
@@ -216,9 +218,11 @@ class SampleCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
+            forwards = (levels.spans[Interval(Phase.FORWARD, call)] for call in calls[block])
+            added = tuple(span.end - span.start for span in forwards)
             far_bytes = sum(levels.far_bytes.get(call, 0) for call in calls[block])
             ahead_bytes = tuple(levels.ahead_bytes.get(call, 0) for call in calls[block])
-            self._effects.setdefault(key, _Effect(tuple(allocated), far_bytes, ahead_bytes))
+            self._effects.setdefault(key, _Effect(added, tuple(allocated), far_bytes, ahead_bytes))
 
     def table(self) -> LevelTable:
         table = LevelTable.of_runs(self._runs, self._base_option, self.classes)
