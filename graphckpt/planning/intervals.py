@@ -1,10 +1,12 @@
-"""The intervals into which the calls of blocks divide a step, and live bytes in each."""
+"""The intervals into which the calls of blocks divide a step, and what a meter reads in each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 
 class Phase(StrEnum):
@@ -49,3 +51,70 @@ class LevelSpan(NamedTuple):
 
 LevelLog: TypeAlias = Mapping[Interval, LevelSpan]
 """The levels of a step, by interval, in the order of time."""
+
+
+@final
+@dataclass(frozen=True)
+class StepReadings:
+    """The levels of one step, in bytes, and its seconds. Calls of blocks are counted in the order of forwards."""
+
+    block_of_call: Sequence[int]
+    spans: LevelLog
+    """Relative to the level at the start of the step."""
+    seconds: Mapping[Interval, float]
+    total_seconds: float
+    start_bytes: int
+    """The level at the start of the step: weights, optimizer states, and gradients that are not freed."""
+    allocated: Mapping[Interval, int] = field(default_factory=dict)
+    """The bytes that were allocated in each interval."""
+    of_blocks: Mapping[Interval, int] = field(default_factory=dict)
+    """The bytes at the start of each interval that forwards of blocks have allocated, on an absent device."""
+    dropped: frozenset[int] = frozenset()
+    """The calls whose graph was freed without a backward. An empty interval of their backward says when."""
+    joinable: frozenset[int] = frozenset()
+    """The calls that can be recomputed as one with the call before, as far as this step shows."""
+    is_repeated: bool = False
+    """Whether two backwards ran through one call."""
+    passed_on: Sequence[int] = ()
+    """By call: the bytes of its arguments that are the very tensors which the call before has returned."""
+    far_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By call: the bytes that it has offloaded."""
+    ahead_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By call: the bytes that an all-gather of its parts takes until they are used."""
+    recomputed: Mapping[int, int] = field(default_factory=dict)
+    """By call: what its recomputation has added to the level, which is the most that any policy retains of it."""
+    signatures: Sequence[str] = ()
+    """By call: the shapes that it was called with."""
+    are_typical: Sequence[bool] = ()
+    """By call: whether an argument has history. The backward of a call without it computes less."""
+
+    @cached_property
+    def levels(self) -> LevelLog:
+        return {interval: span.raised(self.start_bytes) for interval, span in self.spans.items()}
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.start_bytes + max(span.peak for span in self.spans.values())
+
+    @property
+    def end_bytes(self) -> int:
+        return self.start_bytes + next(reversed(list(self.spans.values()))).end
+
+    @property
+    def has_backward(self) -> bool:
+        return any(i.phase is Phase.BACKWARD and i.call not in self.dropped for i in self.spans)
+
+    def to_message(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        message = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {name: [*value.items()] for name, value in message.items() if isinstance(value, Mapping)}
+        return message | plain | {name: sorted(message[name]) for name in ("dropped", "joinable")}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Self:
+        changed: dict[str, Any] = {name: frozenset(message[name]) for name in ("dropped", "joinable")}
+        changed |= {name: dict(message[name]) for name in ("far_bytes", "ahead_bytes", "recomputed")}
+        for name in ("spans", "seconds", "allocated", "of_blocks"):
+            changed[name] = {Interval(Phase(phase), call): value for (phase, call), value in message[name]}
+        changed["spans"] = {interval: LevelSpan(*span) for interval, span in changed["spans"].items()}
+        return cls(**{**message, **changed})

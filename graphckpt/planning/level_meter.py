@@ -13,12 +13,11 @@ that takes neither a dispatch mode nor a synchronization, and includes what kern
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 from weakref import ref
 
 import torch
@@ -29,92 +28,11 @@ from graphckpt.blocks.forward import policy_of
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase, StepReadings
 from graphckpt.planning.step_clock import Blocks, StepClock
 from graphckpt.simulation.allocations import AllocationTrace
 from graphckpt.simulation.allocator import up_to_blocks
 from graphckpt.undo import Undo, enter, scope
-
-
-@final
-@dataclass(frozen=True)
-class StepLevels:
-    """The levels of one step, in bytes, and its seconds. Calls of blocks are counted in the order of forwards."""
-
-    block_of_call: Sequence[int]
-    spans: LevelLog
-    """Relative to the level at the start of the step."""
-    seconds: Mapping[Interval, float]
-    total_seconds: float
-    start_bytes: int
-    """The level at the start of the step: weights, optimizer states, and gradients that are not freed."""
-    allocated: Mapping[Interval, int] = field(default_factory=dict)
-    """The bytes that were allocated in each interval."""
-    of_blocks: Mapping[Interval, int] = field(default_factory=dict)
-    """The bytes at the start of each interval that forwards of blocks have allocated, on an absent device."""
-    dropped: frozenset[int] = frozenset()
-    """The calls whose graph was freed without a backward. An empty interval of their backward says when."""
-    joinable: frozenset[int] = frozenset()
-    """The calls that can be recomputed as one with the call before, as far as this step shows."""
-    is_repeated: bool = False
-    """Whether two backwards ran through one call."""
-    passed_on: Sequence[int] = ()
-    """By call: the bytes of its arguments that are the very tensors which the call before has returned."""
-    far_bytes: Mapping[int, int] = field(default_factory=dict)
-    """By call: the bytes that it has offloaded."""
-    ahead_bytes: Mapping[int, int] = field(default_factory=dict)
-    """By call: the bytes that an all-gather of its parts takes until they are used."""
-    recomputed: Mapping[int, int] = field(default_factory=dict)
-    """By call: what its recomputation has added to the level, which is the most that any policy retains of it."""
-    signatures: Sequence[str] = ()
-    """By call: the shapes that it was called with."""
-    are_typical: Sequence[bool] = ()
-    """By call: whether an argument has history. The backward of a call without it computes less."""
-
-    @cached_property
-    def levels(self) -> LevelLog:
-        return {interval: span.raised(self.start_bytes) for interval, span in self.spans.items()}
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.start_bytes + max(span.peak for span in self.spans.values())
-
-    @property
-    def end_bytes(self) -> int:
-        return self.start_bytes + next(reversed(list(self.spans.values()))).end
-
-    @property
-    def has_backward(self) -> bool:
-        return any(i.phase is Phase.BACKWARD and i.call not in self.dropped for i in self.spans)
-
-    def to_message(self) -> list[Any]:
-        """Returns plain values, for JSON."""
-        by_interval = self.seconds, self.allocated, self.of_blocks
-        rows = [(*i, *span, *(each.get(i, 0) for each in by_interval)) for i, span in self.spans.items()]
-        by_call = [[*each.items()] for each in (self.far_bytes, self.ahead_bytes, self.recomputed)]
-        sequences = [[*each] for each in (self.passed_on, self.signatures, self.are_typical)]
-        sets = sorted(self.dropped), sorted(self.joinable)
-        values = self.total_seconds, self.start_bytes, self.is_repeated
-        return [[*self.block_of_call], rows, *values, *sets, by_call, sequences]
-
-    @classmethod
-    def from_message(cls, message: Sequence[Any]) -> Self:
-        blocks, rows, total, start, is_repeated, dropped, joinable, by_call, sequences = message
-        spans: dict[Interval, LevelSpan] = {}
-        by_interval: tuple[dict[Interval, Any], ...] = {}, {}, {}
-        for phase, call, begin, peak, end, *values in rows:
-            interval = Interval(Phase(phase), call)
-            spans[interval] = LevelSpan(begin, peak, end)
-            for each, value in zip(by_interval, values, strict=True):
-                each[interval] = value
-        seconds, allocated, of_blocks = by_interval
-        far, ahead, recomputed = map(dict, by_call)
-        sets = frozenset(dropped), frozenset(joinable)
-        passed_on, *others = sequences
-        return cls(
-            blocks, spans, seconds, total, start, allocated, of_blocks, *sets, is_repeated, passed_on, far, ahead,
-            recomputed, *others,
-        )  # fmt: skip
 
 
 @final
@@ -148,7 +66,7 @@ def level_counter(device: torch.device, tensors: Iterable[torch.Tensor | None]) 
     return counter
 
 
-class _Reading(NamedTuple):
+class _MarkReading(NamedTuple):
     level: int
     peak: int
     """Since the reading before."""
@@ -191,8 +109,8 @@ class LevelMeter(StepClock):
         """The most that the allocator of ``device`` has reserved."""
         self.far_bytes: Counter[int] = Counter()
         self.ahead_bytes: Counter[int] = Counter()
-        """Of :class:`StepLevels`; the stores of a measured step add to both."""
-        self._readings: list[_Reading] = []
+        """Of :class:`StepReadings`; the stores of a measured step add to both."""
+        self._readings: list[_MarkReading] = []
         self._signatures: list[str] = []
         self._are_typical: list[bool] = []
         self._dropped: set[int] = set()
@@ -225,7 +143,7 @@ class LevelMeter(StepClock):
             spans[interval] = LevelSpan(before.start, max(before.peak, span.peak), span.end)
         return spans
 
-    def result(self) -> StepLevels:
+    def result(self) -> StepReadings:
         """Returns the levels of the step that is over."""
         start, spans = self._readings[0].level, self._spans
         allocated, seconds = Counter[Interval](), dict[Interval, float]()
@@ -233,7 +151,7 @@ class LevelMeter(StepClock):
             allocated[interval] += end.allocated - begin.allocated
             seconds[interval] = seconds.get(interval, 0.0) + end.seconds
         levels, at_start = self.levels(start), zip(reversed(spans), reversed(self._readings[:-1]), strict=True)
-        return StepLevels(
+        return StepReadings(
             block_of_call=self.order,
             spans=levels,
             seconds=seconds if isinstance(self._counter, AllocationTrace) else self.seconds,
@@ -307,10 +225,10 @@ class LevelMeter(StepClock):
             added = self._read_level().level - self._readings[-1].level
             self._recomputed[call] = max(self._recomputed.get(call, 0), added)
 
-    def _read_level(self) -> _Reading:
+    def _read_level(self) -> _MarkReading:
         counter = self._counter
         if counter is not None:
-            reading = _Reading(counter.live_bytes, counter.peak_bytes, counter.allocated_bytes)
+            reading = _MarkReading(counter.live_bytes, counter.peak_bytes, counter.allocated_bytes)
             if isinstance(counter, AllocationTrace):
                 return reading._replace(of_blocks=counter.bytes_of_blocks, seconds=counter.seconds)
             return reading
@@ -318,7 +236,7 @@ class LevelMeter(StepClock):
         self.reserved_bytes = max(self.reserved_bytes, stats["reserved_bytes.all.peak"])
         # A block of the allocator may be up to 1 MiB larger than what was asked for, and equal calls get other blocks.
         allocated = stats["requested_bytes.all.allocated"]
-        return _Reading(stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"], allocated)
+        return _MarkReading(stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"], allocated)
 
     def _read(self) -> None:
         """Reads the level, the peak since the last reading, and the time."""
@@ -385,7 +303,7 @@ class LevelMeter(StepClock):
         return result
 
 
-def block_classes(blocks: Blocks, update: StepLevels) -> list[int]:
+def block_classes(blocks: Blocks, update: StepReadings) -> list[int]:
     """Returns the class of each block: blocks of one class are built alike, and are called alike in the update."""
     calls: list[list[str]] = [[] for _ in blocks.modules]
     for block, signature in zip(update.block_of_call, update.signatures, strict=True):

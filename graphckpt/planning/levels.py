@@ -23,13 +23,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, final
 
 from graphckpt.extras import LazyPackage
-from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase, StepReadings
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from graphckpt.planning.level_meter import StepLevels
 else:
     np = LazyPackage("numpy", "plan")
 
@@ -59,7 +57,7 @@ class Rise(NamedTuple):
     backward: int
 
 
-SampledRun: TypeAlias = "tuple[StepLevels, Sequence[int]]"
+SampledRun: TypeAlias = "tuple[StepReadings, Sequence[int]]"
 """The levels of a step, and the option of each of its blocks."""
 
 
@@ -156,7 +154,7 @@ class _Readings(Generic[_Value]):
         return self._default if value is None else value
 
 
-def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepLevels, Calls]:
+def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepReadings, Calls]:
     """Returns the run with every block recomputed, and its calls."""
     step = next(step for step, plan in runs if set(plan) == {base_option})
     return step, Calls(step.levels, step.block_of_call, classes, step.dropped)
@@ -178,7 +176,7 @@ class LevelTable:
         self.passed_on: Sequence[int] = [0] * len(calls.kinds)
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
         self.of_blocks: Mapping[Interval, int] = {}
-        """Those of the base: see :class:`~graphckpt.planning.level_meter.StepLevels`."""
+        """Those of the base: see :class:`~graphckpt.planning.level_meter.StepReadings`."""
         self.rises = _Readings(calls, Rise(0, 0))
         self.retained = _Readings(calls, 0)
         self.of_pairs = _Readings(calls, 0)

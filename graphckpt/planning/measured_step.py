@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
-from graphckpt.planning.intervals import Interval, Phase
-from graphckpt.planning.level_meter import StepLevels
+from graphckpt.planning.intervals import Interval, Phase, StepReadings
 from graphckpt.planning.levels import LevelTable
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class StepSample:
     """One run of the step with one option on each block."""
 
-    levels: StepLevels
+    levels: StepReadings
     peak_bytes: int
     """The highest of all processes that measure together."""
     seconds: dict[Interval, float]

@@ -20,13 +20,13 @@ from graphckpt.budget import Budget
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import Option
-from graphckpt.planning.intervals import Interval, LevelLog, Phase
-from graphckpt.planning.level_meter import LevelMeter, StepLevels, level_counter
+from graphckpt.planning.intervals import Interval, LevelLog, Phase, StepReadings
+from graphckpt.planning.level_meter import LevelMeter, level_counter
 from graphckpt.planning.measured_step import StepSample
+from graphckpt.planning.measured_stores import PartitionStore, SimulatedStore, metered, settle
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.step_clock import NO_BLOCKS, Blocks, PathError, StepClock
-from graphckpt.planning.traced_stores import PartitionStore, TracedStore, metered, settle
 from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.simulation.allocations import (
     AllocationLog,
@@ -137,7 +137,7 @@ class RealStep:
 
         Each timed run is paired with one without policies, so that other load affects both alike.
         """
-        store = TracedStore(_far_blocks(blocks, options))
+        store = SimulatedStore(_far_blocks(blocks, options))
         parts = self._parts_of(options)
         stores = [parts[option.name] if option.is_partitioned else store for option in options]
         # In this order: the first step creates optimizer states and lets blocks learn what moves; ranks compare what
@@ -164,7 +164,7 @@ class RealStep:
         total = min(clock.total for clock in plain)
         return StepSample(levels, levels.peak_bytes, _fastest(clocks), total, _fastest(plain))
 
-    def _from_first_start(self, levels: StepLevels) -> StepLevels:
+    def _from_first_start(self, levels: StepReadings) -> StepReadings:
         """Returns levels of the allocator as if the step began with what the first one began with.
 
         The allocator counts tensors that the step does not use. What is freed of them from one step to another must not
@@ -497,7 +497,7 @@ class FakeStep:
         return rates if min(rates) > 0 else None
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        store = TracedStore(_far_blocks(blocks, options))
+        store = SimulatedStore(_far_blocks(blocks, options))
         learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm

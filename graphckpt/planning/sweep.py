@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
-from graphckpt.planning.intervals import Interval, Phase
-from graphckpt.planning.level_meter import StepLevels
+from graphckpt.planning.intervals import Interval, Phase, StepReadings
 from graphckpt.planning.levels import IntervalLevel, LevelTable, SampledRun
 from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
@@ -48,7 +47,7 @@ def measure(
         if group.size == 1:
             return sample
         message = group.from_leader(sample.levels.to_message() if group.rank == group.leader else None)
-        return replace(sample, levels=StepLevels.from_message(message), peak_bytes=group.max(sample.peak_bytes))
+        return replace(sample, levels=StepReadings.from_message(message), peak_bytes=group.max(sample.peak_bytes))
 
     run = shared(step.sample(blocks, [KEEP] * len(every)))
     # First with everything kept, which shows which blocks are equal, and so how few runs show all options. Then the
@@ -105,7 +104,7 @@ def measure(
     return measure_options(every, is_shorter=False)
 
 
-def _check_calls(levels: StepLevels) -> None:
+def _check_calls(levels: StepReadings) -> None:
     if not levels.block_of_call:
         raise PlanError("no block ran with gradients enabled · fix: run forward and backward of this model in step_fn")
     if not levels.has_backward:
@@ -117,7 +116,7 @@ def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
     return [number for number, kind in enumerate(classes) if classes[:number].count(kind) < limit]
 
 
-def _classes(levels: StepLevels, blocks: Blocks) -> list[int]:
+def _classes(levels: StepReadings, blocks: Blocks) -> list[int]:
     """Returns the class of each block: equal shapes and equal bytes make a class.
 
     Buffers have to be equal as well: policies copy them, which a step without policies does not show.

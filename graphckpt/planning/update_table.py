@@ -19,8 +19,7 @@ from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
-from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase
-from graphckpt.planning.level_meter import StepLevels
+from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase, StepReadings
 from graphckpt.planning.levels import Calls, LevelTable, Rise
 
 InputSizes: TypeAlias = tuple[tuple[str, int], ...]
@@ -108,7 +107,7 @@ class _CallReadings:
 class PlannedUpdate:
     """The levels of an update, and the number of the option of each block."""
 
-    levels: StepLevels
+    levels: StepReadings
     options: Sequence[int]
     sizes: InputSizes
     creates_states: bool = False
@@ -131,15 +130,14 @@ class PlannedUpdate:
     def from_message(cls, message: Sequence[Any]) -> Self:
         levels, options, sizes, creates_states = message
         sizes_by_name = tuple((name, size) for name, size in sizes)
-        return cls(StepLevels.from_message(levels), options, sizes_by_name, creates_states)
+        return cls(StepReadings.from_message(levels), options, sizes_by_name, creates_states)
 
 
 def highest_levels(updates: Sequence[PlannedUpdate]) -> LevelLog:
     """Returns the levels of an update, as those of the processes that have run it are at their highest."""
     levels: dict[Interval, LevelSpan] = {}
     for update in updates:
-        for interval, span in update.levels.spans.items():
-            own = LevelSpan(*(update.levels.start_bytes + each for each in span))
+        for interval, own in update.levels.levels.items():
             levels[interval] = LevelSpan(*map(max, own, levels.get(interval, own)))
     return levels
 
@@ -242,15 +240,14 @@ class UpdateTable:
                 # off again, which leaves the base of this update, with every block recomputed.
                 table = self._table_over(update, update.levels.spans)
                 for level, span in zip(table.levels(update.options), update.levels.spans.values(), strict=True):
-                    beyond = level.start - span.start - self.start_bytes
-                    moved = LevelSpan(*(each - beyond for each in span))
+                    moved = span.raised(self.start_bytes + span.start - level.start)
                     base[level.interval] = LevelSpan(*map(max, moved, base.get(level.interval, moved)))
             self._tables[key] = self._table_over(self._updates[key][0], base)
         return self._tables[key]
 
     def _table_over(self, update: PlannedUpdate, spans: LevelLog) -> LevelTable:
         """Returns a table with the terms that updates have shown, and a base relative to the start of an update."""
-        base = {i: LevelSpan(*(self.start_bytes + each for each in span)) for i, span in spans.items()}
+        base = {interval: span.raised(self.start_bytes) for interval, span in spans.items()}
         calls = Calls(base, update.levels.block_of_call, self.classes, update.levels.dropped)
         table = LevelTable(calls, self.base_option)
         table.head_shares = dict.fromkeys(calls.heads, 0.0)  # nothing is late before backward begins

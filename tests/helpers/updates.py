@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import Option, options
-from graphckpt.planning.level_meter import LevelMeter, StepLevels, block_classes, level_counter
+from graphckpt.planning.intervals import StepReadings
+from graphckpt.planning.level_meter import LevelMeter, block_classes, level_counter
 from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import state_tensors
 from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
@@ -42,7 +43,7 @@ class Updates:
         self.full = [FULL] * len(named)
         self.measured(self.full)  # creates the states of optimizers
 
-    def measured(self, plan: Sequence[int]) -> StepLevels:
+    def measured(self, plan: Sequence[int]) -> StepReadings:
         """Runs an update under the options of a plan, and returns its levels."""
         device = next(self.model.parameters()).device
         meter = LevelMeter(device, level_counter(device, state_tensors(self.model, self.optimizers)))
@@ -59,7 +60,7 @@ class Updates:
             table.add([PlannedUpdate(self.measured(turn), turn, ())])
         return table
 
-    def turns(self, classes: Sequence[int], base: StepLevels) -> Iterator[list[int]]:
+    def turns(self, classes: Sequence[int], base: StepReadings) -> Iterator[list[int]]:
         """Yields the options of all blocks: another one in the middle of the blocks of each class."""
         called = dict(zip(base.block_of_call, base.are_typical, strict=True))
         for option in (0, 2, 3, 4):

@@ -20,8 +20,7 @@ from helpers.thinning import slow_unless
 from torch import Tensor, nn
 
 from graphckpt.planning.candidates import options
-from graphckpt.planning.intervals import Interval, LevelSpan, Phase
-from graphckpt.planning.level_meter import StepLevels
+from graphckpt.planning.intervals import Interval, LevelSpan, Phase, StepReadings
 from graphckpt.planning.levels import LevelTable
 from graphckpt.planning.plan_step import find_blocks
 
@@ -42,7 +41,7 @@ OFF: dict[str, tuple[float, float]] = {
 FAST = {"albert", "gpt2", "gptj", "llama", "mpt", "resnet", "t5"}
 
 
-def stepped(num_kept: int) -> StepLevels:
+def stepped(num_kept: int) -> StepReadings:
     """A step of two blocks that allocate 10 bytes of output each, and under ``keep`` 20 more until their backward."""
     saved = [20 * (call < num_kept) for call in range(2)]
     spans, level = dict[Interval, LevelSpan](), 0
@@ -53,7 +52,7 @@ def stepped(num_kept: int) -> StepLevels:
     for call in (1, 0):  # a recomputation allocates more
         spans[Interval(Phase.BACKWARD, call)] = LevelSpan(level, level + 25 - saved[call], level - 10 - saved[call])
         level -= 10 + saved[call]
-    return StepLevels([0, 1], spans, {}, 0.0, 0)
+    return StepReadings([0, 1], spans, {}, 0.0, 0)
 
 
 def test_an_example_to_read_first() -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt.blocks.apply import Policies
-from graphckpt.planning import traced_stores
+from graphckpt.planning import measured_stores
 from graphckpt.planning.candidates import NEAR, Option, options
 from graphckpt.planning.frontier import COVERED, peak
 from graphckpt.planning.levels import KEEP_NUMBER, Runs
@@ -141,7 +141,7 @@ def chain_for(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_odd_chains_are_predicted_near_and_far(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced_stores, "_MIN_ELEMENTS", 1)
+    monkeypatch.setattr(measured_stores, "_MIN_ELEMENTS", 1)
     torch.manual_seed(seed)
     model = OddChain(seed)
     x = torch.randn(160, 8)

@@ -17,7 +17,7 @@ from helpers.updates import FULL, Updates
 from packaging.version import Version
 from torch import Tensor, nn
 
-from graphckpt.planning.level_meter import StepLevels
+from graphckpt.planning.intervals import StepReadings
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.update_table import UpdateTable
 
@@ -107,7 +107,7 @@ def test_levels_survive_a_message() -> None:
     model, loss = built("gpt2")
     updates = Updates(model, find_blocks(model, None), *stepped_once(model, loss))
     levels = updates.measured(updates.full)
-    assert StepLevels.from_message(json.loads(json.dumps(levels.to_message()))) == levels
+    assert StepReadings.from_message(json.loads(json.dumps(levels.to_message()))) == levels
     assert levels.has_backward
     assert levels.total_seconds == pytest.approx(sum(levels.seconds.values()))
 

@@ -15,10 +15,9 @@ from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from torch import nn
 
-from graphckpt.planning import traced_stores
+from graphckpt.planning import measured_stores
 from graphckpt.planning.candidates import KEEP, Option
-from graphckpt.planning.intervals import Interval, Phase
-from graphckpt.planning.level_meter import StepLevels
+from graphckpt.planning.intervals import Interval, Phase, StepReadings
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.step_clock import Blocks, StepClock
 from graphckpt.planning.steps import RealStep
@@ -91,7 +90,7 @@ def test_levels_in_words_are_the_same_levels() -> None:
         RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).levels
     )
     levels = replace(levels, far_bytes={1: 7}, dropped=frozenset({0}))
-    said = StepLevels.from_message(json.loads(json.dumps(levels.to_message())))
+    said = StepReadings.from_message(json.loads(json.dumps(levels.to_message())))
     assert said.to_message() == levels.to_message()
     assert (said.levels, said.dropped, said.joinable) == (levels.levels, levels.dropped, levels.joinable)
     assert said.far_bytes == {1: 7}
@@ -121,13 +120,13 @@ def test_no_clock_sees_the_copies_of_the_run_whose_levels_are_read(monkeypatch: 
     """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
     copied = []
 
-    class Slowly(traced_stores._OffloadedStorage):
+    class Slowly(measured_stores._OffloadedStorage):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             copied.append(tensor)
             be_busy(BUSY)
 
-    monkeypatch.setattr(traced_stores, "_OffloadedStorage", Slowly)
+    monkeypatch.setattr(measured_stores, "_OffloadedStorage", Slowly)
     model = linear_layers(2, 32, nn.GELU)
     x = torch.ones(64, 32)
     step = RealStep(model, lambda: model(x).sum().backward())

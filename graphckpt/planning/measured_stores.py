@@ -5,20 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 from weakref import ref
 
 import torch
 from torch import nn
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.planning.level_meter import LevelMeter
-from graphckpt.planning.step_clock import Blocks
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, pieces_of
 from graphckpt.undo import Undo, scope
+
+if TYPE_CHECKING:
+    from graphckpt.planning.level_meter import LevelMeter
+    from graphckpt.planning.step_clock import Blocks
 
 _MIN_ELEMENTS = 1024  # of a tensor to offload, as in stores by default
 _MOST_RUNS = 3  # of a step that keeps something new each time
@@ -41,7 +43,7 @@ def metered(undo: Undo, blocks: Blocks, meter: LevelMeter, stores: Sequence[Meas
 
 
 @final
-class TracedStore(MeasuredStore):
+class SimulatedStore(MeasuredStore):
     """Keeps tensors on the device, or simulates offloading them.
 
     Args:
