@@ -6,7 +6,7 @@
            ^ pre-hook     ^ hook of the block                  ^ hook on its   ^ hook on its
              of the block                                        outputs         arguments
 
-:meth:`Blocks.marked` registers these hooks, which are methods of :class:`StepClock`. It takes no dispatch mode, which
+:meth:`StepClock.metering` registers these hooks, which are methods of the clock. It takes no dispatch mode, which
 slows a step down, and on CUDA reads its events once the step has ended: to wait for the device at each of them would
 add the time of a launch, 15 to 25 us. :class:`~graphckpt.planning.level_meter.LevelMeter` also reads levels.
 """
@@ -33,7 +33,7 @@ from graphckpt.planning.candidates import Option
 from graphckpt.planning.intervals import Interval, Phase
 from graphckpt.stores.base import Store
 from graphckpt.tree import flatten_value, tensors_in
-from graphckpt.undo import Undo, enter, scope
+from graphckpt.undo import Undo, scope
 
 
 @final
@@ -88,18 +88,6 @@ class Blocks:
             wrapper.install()
         yield without
 
-    @scope
-    def marked(self, undo: Undo, clock: StepClock) -> Iterator[None]:
-        """Marks where the forwards and backwards of the blocks begin and end.
-
-        Hooks of the user run outside of a block, as they do outside of its policy.
-        """
-        for number, module in enumerate(self.modules):
-            add_pre_hook(undo, module, partial(clock.begin_forward, number, undo), with_kwargs=True)
-            add_hook(undo, module, clock.end_forward, prepend=True, always_call=True)
-        add_optimizer_hook(undo, clock.begin_optimizer)
-        yield
-
 
 NO_BLOCKS = Blocks([])
 
@@ -131,8 +119,15 @@ class StepClock:
 
     @scope
     def metering(self, undo: Undo, blocks: Blocks) -> Iterator[None]:
+        """Marks where the forwards and backwards of the blocks begin and end.
+
+        Hooks of the user run outside of a block, as they do outside of its policy.
+        """
         undo.append((setattr, (self, "_is_on", False)))
-        enter(undo, blocks.marked(self))
+        for number, module in enumerate(blocks.modules):
+            add_pre_hook(undo, module, partial(self.begin_forward, number, undo), with_kwargs=True)
+            add_hook(undo, module, self.end_forward, prepend=True, always_call=True)
+        add_optimizer_hook(undo, self.begin_optimizer)
         self._is_on = True
         self._read()
         try:

@@ -209,7 +209,7 @@ class RealStep:
         """Returns the live bytes during a step, by interval.
 
         On CUDA they are the allocator's, with earlier allocations and temporaries of ops, but without the copies from
-        which the step is restored; elsewhere they are counted as in the traced runs.
+        which the step is restored; elsewhere they are counted op by op.
         """
         with on_optimizer_step(self._optimizers.setdefault):
             if self.device.type == "cuda":
