@@ -293,7 +293,9 @@ class LevelMeter(StepClock):
         result, tensors = set(), list(tensors)
         if self._counter is not None:  # else the first op that uses an input would seem to allocate it
             self._counter.track(tensors)
-        for storage in filter(None, map(storage_of, tensors)):
+        # Wrappers, such as a DTensor, have a storage without memory: blocks that pass them on are not joined.
+        plain = (tensor for tensor in tensors if not hasattr(tensor, "__tensor_flatten__"))
+        for storage in filter(None, map(storage_of, plain)):
             passed = self._storages.get(id(storage))
             if passed is None or passed.reference() is not storage:  # an id may be that of an earlier one
                 passed = _PassedStorage(ref(storage, self._end_storage), self._rounded(storage.nbytes()))
