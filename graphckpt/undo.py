@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, final, overload
-from weakref import finalize
+from weakref import ref
 
 Undo: TypeAlias = list[tuple[Callable[..., object], tuple[Any, ...]]]
 """Functions and their arguments, noted before each change, so that an interrupt finds them. Each sets what was there,
@@ -68,8 +68,13 @@ class Ending:
         is_over: list[bool] = []
         ending = partial(_end, self._end, is_over, instance)
         state = self._state_of(instance)
-        finalize(ending, _abandon, self._abandon, is_over, instance, state).atexit = False
+        # Not `weakref.finalize`, which takes 2 us more: the value check hides its ops twice for each saved tensor.
+        _endings.add(ref(ending, partial(_abandon, self._abandon, is_over, instance, state)))
         return ending
+
+
+_endings: set[ref[Any]] = set()
+"""Of each ``with`` that is not over, what abandons it when its ``partial`` is freed."""
 
 
 def _end(end: Callable[..., Any], is_over: list[bool], instance: Any, *error: Any) -> Any:
@@ -82,7 +87,10 @@ def _end(end: Callable[..., Any], is_over: list[bool], instance: Any, *error: An
     return result
 
 
-def _abandon(abandon: Callable[[Any, Any], object], is_over: list[bool], instance: Any, state: Any) -> None:
+def _abandon(
+    abandon: Callable[[Any, Any], object], is_over: list[bool], instance: Any, state: Any, ending: ref[Any]
+) -> None:
+    _endings.discard(ending)
     if not is_over:
         abandon(instance, state)
 

@@ -11,8 +11,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat, starmap
-from operator import attrgetter, is_, itemgetter, methodcaller
+from itertools import chain, islice, starmap
+from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
 from weakref import ProxyTypes
@@ -90,64 +90,76 @@ Modes: TypeAlias = tuple[bool | None, ...]
 
 _OWN: Final = [*nn.Module().__dict__]  # the attributes that every module has, such as `training` and `_parameters`
 _OWN_NAMES: Final = frozenset(_OWN)
-_DICTS: Final = (
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-    "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
+_slots_of: Final = itemgetter("_parameters", "_buffers", "_modules")
+_hooks_of: Final = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-_dicts_of: Final = itemgetter(*_DICTS)
-_values_of: Final = methodcaller("values")
 _version_of: Final = attrgetter("_version")
 _requires_grad_of: Final = attrgetter("requires_grad")
 _fields_of: Final = attrgetter("__dict__")
+# The descriptor's own, which takes less than half of the time: `nn.Module.__setattr__` looks for parameters.
+_set_fields: Final[Callable[[nn.Module, Any], None]] = nn.Module.__dict__["__dict__"].__set__
 _NUMBERS: Final = (ATOMS - {type(None)}) | {tuple}  # what is `None` may become anything
 _NORMS: Final = nn.modules.batchnorm._NormBase
 # An attribute that reaches more than this is a part of the program: a walk of it takes 100 us.
 _MAX_REACHED: Final = 256
 _MAX_ITEMS: Final = 4096  # likewise, in all of these
 _GLOBAL_HOOKS: Final = [*chain.from_iterable(global_forward_hooks())]  # of `register_module_forward_hook`
-_set_attribute: Final = object.__setattr__  # `nn.Module.__setattr__` looks for parameters
 
 
 @final
 class Dicts:
     """The dicts of parameters, buffers, children and hooks of some modules, and what they hold."""
 
-    # An example: a linear layer and a ReLU within a Sequential have 30 dicts, of which 2 hold anything:
+    # An example: a linear layer and a ReLU within a Sequential have 9 dicts, of which 2 hold anything, and 21 of hooks:
     #
     #   _filled   {"weight": w, "bias": b}   {"0": linear, "1": relu}     the dicts themselves
     #   _sizes    2                          2
     #   _keys     "weight", "bias",          "0", "1"
     #   _values   w, b,                      linear, relu
+    #   _hooks    copies of those dicts of hooks that hold any
     #
     # Flat, as nearly always nothing has changed, which each recomputation asks before and after it: a comparison in C
-    # takes 1 us for these, one in Python for each dict 4 us. Identities are compared: `==` of tensors is an op.
+    # takes 1 us for these, one in Python for each dict 4 us. Identities are compared: `==` of tensors is an op. Of
+    # hooks, as there are mostly none, it is only asked whether there are any.
 
-    __slots__ = ("_filled", "_keys", "_sizes", "_values", "owners")
+    __slots__ = ("_filled", "_hooks", "_keys", "_registries", "_sizes", "_slots", "_values")
 
-    def __init__(self, owners: list[dict[Any, Any]]) -> None:
-        self.owners = owners
-        """As many of each module as ``_DICTS`` has names, in that order."""
-        self._filled = filled = [*filter(None, owners)]
+    def __init__(self, slots: list[dict[Any, Any]], registries: list[dict[Any, Any]]) -> None:
+        self._slots, self._registries = slots, registries  # as many of each module as `_slots_of`, `_hooks_of` return
+        self._filled = filled = [*filter(None, slots)]
         self._sizes = [*map(len, filled)]
         self._keys = [*chain.from_iterable(filled)]
-        self._values = [*chain.from_iterable(map(_values_of, filled))]
+        self._values = [*chain.from_iterable(map(dict.values, filled))]
+        self._hooks = {id(each): each.copy() for each in registries if each} if any(registries) else {}
+
+    @property
+    def parameters(self) -> list[dict[Any, Any]]:
+        """Those of the parameters of each module."""
+        return self._slots[::3]
 
     def now(self) -> Dicts:
         """Returns the same dicts with what they hold now; itself if that is the same, in the same order."""
-        filled = [*filter(None, self.owners)]
+        filled = [*filter(None, self._slots)]
         is_same = (
             [*map(len, filled)] == self._sizes
             and all(map(is_, filled, self._filled))
             and [*chain.from_iterable(filled)] == self._keys
-            and all(map(is_, chain.from_iterable(map(_values_of, filled)), self._values))
+            and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._values))
+            and (self._has_same_hooks() if self._hooks else not any(self._registries))
         )
-        return self if is_same else Dicts(self.owners)
+        return self if is_same else Dicts(self._slots, self._registries)
+
+    def _has_same_hooks(self) -> bool:
+        present = [*filter(None, self._registries)]
+        return [*map(id, present)] == [*self._hooks] and not any(map(differs, present, self._hooks.values()))
 
     def contents(self) -> dict[int, dict[Any, Any]]:
         """Returns what those hold that are not empty, by their ids."""
         items = zip(self._keys, self._values, strict=True)
-        return {id(owner): dict(islice(items, size)) for owner, size in zip(self._filled, self._sizes, strict=True)}
+        sizes = zip(self._filled, self._sizes, strict=True)
+        return {id(owner): dict(islice(items, size)) for owner, size in sizes} | self._hooks
 
     def put(self, unchanged: Iterable[dict[Any, Any]] = ()) -> None:
         """Gives the dicts their contents back, but ``unchanged`` ones and parameters that FSDP has exchanged."""
@@ -155,7 +167,7 @@ class Dicts:
             return
         contents = self.contents()
         ids = {*map(id, unchanged)}
-        for owner in self.owners:
+        for owner in chain(self._slots, self._registries):
             then = contents.get(id(owner), {})
             if (owner or then) and id(owner) not in ids:  # what is empty now and was so is passed over
                 restore(owner, {key: _exchanged(owner.get(key), each) for key, each in then.items()})
@@ -313,7 +325,8 @@ class ModuleState:
         return self.is_lazy or not is_same or any(self._leaves)
 
     def _live_modules(self) -> list[nn.Module]:
-        return [_FREED if (module := ref()) is None else module for ref in self._modules]
+        modules: list[Any] = [ref() for ref in self._modules]
+        return [_FREED if each is None else each for each in modules] if self._freed else modules
 
     def tensors(self) -> list[torch.Tensor]:
         live = [*map(_fields_of, self._live_modules())]
@@ -334,9 +347,10 @@ class ModuleState:
         modules = self._live_modules()
         fields = [*map(dict.copy, map(_fields_of, modules))]
         modes = tuple([each.get("training") for each in fields])
-        owners = [*chain.from_iterable(map(_dicts_of, fields))]
-        own_parameters, own_buffers = owners[:: len(_DICTS)], owners[1 :: len(_DICTS)]
-        values = chain(chain.from_iterable(map(dict.values, filter(None, own_parameters))), self._scripted_parameters)
+        slots = [*chain.from_iterable(map(_slots_of, fields))]
+        dicts = Dicts(slots, [*chain.from_iterable(map(_hooks_of, fields))])
+        own_buffers = slots[1::3]
+        values = chain(chain.from_iterable(map(dict.values, slots[::3])), self._scripted_parameters)
         parameters = [each for each in values if each is not None]  # as the bias of a layer without one is
         tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
         places: list[Place] = []
@@ -379,7 +393,7 @@ class ModuleState:
             versions=_read_versions(tensors),
             copies=copies,
             shared=self._shared[1],
-            dicts=Dicts(owners),
+            dicts=dicts,
             trainable=_trainable(parameters),
             object_copies=attributes.objects,
             objects=objects,
@@ -488,7 +502,7 @@ class ModuleState:
 
     def name(self, index: int, state: CallState) -> str:
         contents = state.dicts.contents()
-        parameters = [contents.get(id(each), {}) for each in state.dicts.owners[:: len(_DICTS)]]
+        parameters = [contents.get(id(each), {}) for each in state.dicts.parameters]
         named = [(at, "", key) for at, own in enumerate(parameters) for key, each in own.items() if each is not None]
         places = dict(enumerate(named))
         places |= enumerate(state.places, len(state.trainable))
@@ -526,9 +540,9 @@ class ModuleState:
         # `present` is of the dict objects of the call. One that has replaced such a dict since is in `live`, untouched.
         present, trainable = dicts.now(), _trainable(parameters)
         # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
-        undo += [(_give, (modules, live, parameters, trainable)), (present.put, ())]
+        undo.append((_give_back, (modules, live, present, parameters, trainable)))
         if present is not dicts:
-            dicts.put(dicts.owners[:: len(_DICTS)] if is_of_child else ())
+            dicts.put(dicts.parameters if is_of_child else ())
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -539,7 +553,9 @@ class ModuleState:
         if any(_GLOBAL_HOOKS):
             before = {id(owner): content for owner, content in state.objects}
             swap([(hooks, before.get(id(hooks), {})) for hooks in _GLOBAL_HOOKS], undo)
-        _give(modules, fields, parameters, trainable if is_of_child else state.trainable)
+        _give(modules, fields)
+        if not is_of_child and trainable != state.trainable:
+            _set_trainable(parameters, state.trainable)
         if state.scripted:
             self._scripted.put_in_place(state.scripted, undo)
         return self._put_tensors(state, fields, undo) if state.copies else NOTHING_BORROWED
@@ -575,7 +591,7 @@ class ModuleState:
         """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
         pairs = zip(state.tensors, state.versions, strict=True)
         modified = {id(each) for each, version in pairs if id(each) in unread and each._version != version}
-        for own in state.dicts.owners[:: len(_DICTS)]:
+        for own in state.dicts.parameters:
             if not modified.isdisjoint(map(id, own.values())):
                 undo.append((restore, (own, own.copy())))
                 own.update({key: stand_in(each) for key, each in own.items() if id(each) in modified})
@@ -593,16 +609,30 @@ def _exchanged(now: Any, then: Any) -> Any:
     return now if isinstance(then, nn.Parameter) and is_sharding(now, then) else then
 
 
-def _give(
-    modules: list[nn.Module], fields: list[Fields], parameters: Sequence[torch.Tensor], trainable: list[bool]
-) -> None:
-    """Gives modules their ``__dict__``, and parameters their ``requires_grad``."""
+def _give(modules: list[nn.Module], fields: list[Fields]) -> None:
+    """Gives modules their ``__dict__``."""
     # In one call of C, which Ctrl-C does not interrupt.
-    [*map(_set_attribute, modules, repeat("__dict__"), fields)]
+    [*map(_set_fields, modules, fields)]
+
+
+def _give_back(
+    modules: list[nn.Module],
+    fields: list[Fields],
+    dicts: Dicts,
+    parameters: Sequence[torch.Tensor],
+    trainable: list[bool],
+) -> None:
+    """Gives modules their ``__dict__`` and what its dicts hold, and parameters their ``requires_grad``."""
+    dicts.put()
+    _give(modules, fields)
     if _trainable(parameters) != trainable:
-        for parameter, is_trainable in zip(parameters, trainable, strict=True):
-            if parameter.requires_grad is not is_trainable:
-                parameter.requires_grad_(is_trainable)
+        _set_trainable(parameters, trainable)
+
+
+def _set_trainable(parameters: Iterable[torch.Tensor], trainable: Iterable[bool]) -> None:
+    for parameter, is_trainable in zip(parameters, trainable, strict=True):
+        if parameter.requires_grad is not is_trainable:
+            parameter.requires_grad_(is_trainable)
 
 
 def _trainable(parameters: Iterable[torch.Tensor]) -> list[bool]:

@@ -260,7 +260,7 @@ class Frame(Execution, Call):
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
         if state.is_lazy:  # which the call initializes
             return self._function(*args, **kwargs)
-        outer, hooks, *_ = before  # the frame's own hooks are pushed later
+        outer, hooks, _, _ = before  # the frame's own hooks are pushed later
         self.outer = outer
         is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
         self.backward = current_backward()
