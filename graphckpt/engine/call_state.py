@@ -62,8 +62,8 @@ from graphckpt.undo import Undo
 #   attributes of a module             copies its `__dict__`              a copy of that is its `__dict__`: whatever the
 #                                                                         recomputation sets is gone with it
 #   its parameters, buffers and        copies these dicts                 the dicts have these contents: handles of
-#   children, by name; its hooks                                          hooks refer to the dicts; not the parameters
-#                                                                         that FSDP exchanges
+#   children, by name; its hooks,                                         hooks refer to the dicts; not the parameters
+#   and those of all modules                                              that FSDP exchanges
 #   a list, dict, set, deque or        copies its contents: `ObjectCopy`  the same object, with these contents; an equal
 #   object in an attribute                                                one if it is gone, or replaced by another
 #   what these reach, and what         copies the contents, one level     the same objects, with these contents
@@ -110,7 +110,7 @@ _GLOBAL_HOOKS: Final = [*chain.from_iterable(global_forward_hooks())]  # of `reg
 
 @final
 class Dicts:
-    """The dicts of parameters, buffers, children and hooks of some modules, and what they hold."""
+    """The dicts of parameters, buffers, children and hooks of some modules, and of the hooks of all, with contents."""
 
     # An example: a linear layer and a ReLU within a Sequential have 9 dicts, of which 2 hold anything, and 21 of hooks:
     #
@@ -118,7 +118,7 @@ class Dicts:
     #   _sizes    2                          2
     #   _keys     "weight", "bias",          "0", "1"
     #   _values   w, b,                      linear, relu
-    #   _hooks    copies of those dicts of hooks that hold any
+    #   _hooks    copies of those dicts of hooks that hold any, by their ids
     #
     # Flat, as nearly always nothing has changed, which each recomputation asks before and after it: a comparison in C
     # takes 1 us for these, one in Python for each dict 4 us. Identities are compared: `==` of tensors is an op. Of
@@ -127,7 +127,7 @@ class Dicts:
     __slots__ = ("_filled", "_hooks", "_keys", "_registries", "_sizes", "_slots", "_values")
 
     def __init__(self, slots: list[dict[Any, Any]], registries: list[dict[Any, Any]]) -> None:
-        self._slots, self._registries = slots, registries  # as many of each module as `_slots_of`, `_hooks_of` return
+        self._slots, self._registries = slots, registries  # three of each module, and seven
         self._filled = filled = [*filter(None, slots)]
         self._sizes = [*map(len, filled)]
         self._keys = [*chain.from_iterable(filled)]
@@ -348,7 +348,7 @@ class ModuleState:
         fields = [*map(dict.copy, map(_fields_of, modules))]
         modes = tuple([each.get("training") for each in fields])
         slots = [*chain.from_iterable(map(_slots_of, fields))]
-        dicts = Dicts(slots, [*chain.from_iterable(map(_hooks_of, fields))])
+        dicts = Dicts(slots, [*chain.from_iterable(map(_hooks_of, fields)), *_GLOBAL_HOOKS])
         own_buffers = slots[1::3]
         values = chain(chain.from_iterable(map(dict.values, slots[::3])), self._scripted_parameters)
         parameters = [each for each in values if each is not None]  # as the bias of a layer without one is
@@ -365,8 +365,8 @@ class ModuleState:
         attributes = self._take_attributes(fields, tensors, places) if self._users else _NO_ATTRIBUTES
         reached = [*attributes.reached, *others]
         objects = self._reach(reached) if reached else _NO_OBJECTS
-        if attributes.versions or any(_GLOBAL_HOOKS):
-            objects = [*((hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS if hooks), *objects, *attributes.versions]
+        if attributes.versions:
+            objects = [*objects, *attributes.versions]
         is_first = has_moved is None and modes not in self._learnt_modes
         moved = self._moved.get(modes, ()) if tensors else ()
         copies = {}
@@ -441,7 +441,11 @@ class ModuleState:
             # They come first, but where an attribute was set before `super().__init__()`: there all are looked at.
             num_own = len(_OWN) if [*islice(own, len(_OWN))] == _OWN else 0
             # Not the policy of a block, which is its `forward`.
-            values = [each for each in islice(own.values(), num_own, None) if not _is_own(each)]
+            values = [
+                each
+                for each in islice(own.values(), num_own, None)
+                if not type(each).__module__.startswith("graphckpt.")
+            ]
             values += chain.from_iterable(value for value in values if type(value) is tuple)
             is_users = not type(ref()).__module__.startswith("torch.")
             if is_users or not num_own or not _NUMBERS.issuperset(map(type, values)):
@@ -550,9 +554,6 @@ class ModuleState:
             copies = {copied.number: copied for *_, copied in state.object_copies}  # a config is in many modules
             contents = [(copied.owner_of(objects[number]), copied.content) for number, copied in copies.items()]
             swap(with_stand_ins([*contents, *state.objects], stand_in), undo)
-        if any(_GLOBAL_HOOKS):
-            before = {id(owner): content for owner, content in state.objects}
-            swap([(hooks, before.get(id(hooks), {})) for hooks in _GLOBAL_HOOKS], undo)
         _give(modules, fields)
         if not is_of_child and trainable != state.trainable:
             _set_trainable(parameters, state.trainable)
@@ -595,10 +596,6 @@ class ModuleState:
             if not modified.isdisjoint(map(id, own.values())):
                 undo.append((restore, (own, own.copy())))
                 own.update({key: stand_in(each) for key, each in own.items() if id(each) in modified})
-
-
-def _is_own(value: object) -> bool:
-    return type(value).__module__.startswith("graphckpt.")
 
 
 _FREED: Final = nn.Module()  # stands for a module that is gone
