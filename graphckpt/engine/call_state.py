@@ -124,20 +124,16 @@ class Dicts:
     # takes 1 us for these, one in Python for each dict 4 us. Identities are compared: `==` of tensors is an op. Of
     # hooks, as there are mostly none, it is only asked whether there are any.
 
-    __slots__ = ("_filled", "_hooks", "_keys", "_registries", "_sizes", "_slots", "_values")
+    __slots__ = ("_filled", "_hooks", "_keys", "_registries", "_sizes", "_slots", "_values", "parameters")
 
     def __init__(self, slots: list[dict[Any, Any]], registries: list[dict[Any, Any]]) -> None:
         self._slots, self._registries = slots, registries  # three of each module, and seven
+        self.parameters = slots[::3]
         self._filled = filled = [*filter(None, slots)]
         self._sizes = [*map(len, filled)]
         self._keys = [*chain.from_iterable(filled)]
         self._values = [*chain.from_iterable(map(dict.values, filled))]
         self._hooks = {id(each): each.copy() for each in registries if each} if any(registries) else {}
-
-    @property
-    def parameters(self) -> list[dict[Any, Any]]:
-        """Those of the parameters of each module."""
-        return self._slots[::3]
 
     def now(self) -> Dicts:
         """Returns the same dicts with what they hold now; itself if that is the same, in the same order."""
@@ -350,7 +346,7 @@ class ModuleState:
         slots = [*chain.from_iterable(map(_slots_of, fields))]
         dicts = Dicts(slots, [*chain.from_iterable(map(_hooks_of, fields)), *_GLOBAL_HOOKS])
         own_buffers = slots[1::3]
-        values = chain(chain.from_iterable(map(dict.values, slots[::3])), self._scripted_parameters)
+        values = chain(chain.from_iterable(map(dict.values, dicts.parameters)), self._scripted_parameters)
         parameters = [each for each in values if each is not None]  # as the bias of a layer without one is
         tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
         places: list[Place] = []
@@ -544,7 +540,7 @@ class ModuleState:
         # `present` is of the dict objects of the call. One that has replaced such a dict since is in `live`, untouched.
         present, trainable = dicts.now(), _trainable(parameters)
         # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
-        undo.append((_give_back, (modules, live, present, parameters, trainable)))
+        undo += [(_set_trainable, (parameters, trainable)), (_give, (modules, live)), (present.put, ())]
         if present is not dicts:
             dicts.put(dicts.parameters if is_of_child else ())
         if state.object_copies or state.objects:
@@ -612,24 +608,11 @@ def _give(modules: list[nn.Module], fields: list[Fields]) -> None:
     [*map(_set_fields, modules, fields)]
 
 
-def _give_back(
-    modules: list[nn.Module],
-    fields: list[Fields],
-    dicts: Dicts,
-    parameters: Sequence[torch.Tensor],
-    trainable: list[bool],
-) -> None:
-    """Gives modules their ``__dict__`` and what its dicts hold, and parameters their ``requires_grad``."""
-    dicts.put()
-    _give(modules, fields)
+def _set_trainable(parameters: Sequence[torch.Tensor], trainable: list[bool]) -> None:
     if _trainable(parameters) != trainable:
-        _set_trainable(parameters, trainable)
-
-
-def _set_trainable(parameters: Iterable[torch.Tensor], trainable: Iterable[bool]) -> None:
-    for parameter, is_trainable in zip(parameters, trainable, strict=True):
-        if parameter.requires_grad is not is_trainable:
-            parameter.requires_grad_(is_trainable)
+        for parameter, is_trainable in zip(parameters, trainable, strict=True):
+            if parameter.requires_grad is not is_trainable:
+                parameter.requires_grad_(is_trainable)
 
 
 def _trainable(parameters: Iterable[torch.Tensor]) -> list[bool]:
