@@ -11,7 +11,7 @@ from torch import nn
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.step_clock import Blocks
-from graphckpt.planning.steps import RealStep
+from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.planning.sweep import measure
 
 
@@ -24,7 +24,8 @@ class Sampled(NamedTuple):
 
     def real_peak(self, plan: Sequence[int]) -> int:
         chosen = [own[option] for own, option in zip(self.measured.options_of, plan, strict=True)]
-        return self.step.sample(self.blocks, chosen).peak_bytes
+        with self.blocks.under(chosen, [None] * len(chosen)):
+            return peak_of(self.step.levels())  # not a sample, which times the step as well
 
 
 def sampled(

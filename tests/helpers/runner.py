@@ -10,6 +10,7 @@ import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ with contextlib.suppress(ImportError):  # a machine with a GPU needs none of its
     hypothesis.settings.load_profile("no time limit")
 
 torch.set_num_threads(1)  # two workers on two cores
+gc.set_threshold(20_000, 50, 100)  # the collector takes a seventh of the time of a compiler at Python's own
 
 _HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevice: str\b")
 _WARNINGS = ("does not have a deterministic implementation", "non-deterministic algorithm")
@@ -74,6 +76,15 @@ def not_counted() -> Iterator[None]:
     """A plan asks whether objects are frozen, and to count them, as Python does, walks all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def seeded_without_stacks() -> Iterator[None]:
+    """PyTorch formats the stack of each seed, for each kind of device that is absent: milliseconds within a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            patch.setattr(device, "traceback", SimpleNamespace(format_stack=list))
         yield
 
 
