@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,26 +142,32 @@ HIGHER_ORDER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def trained(name: str, policies: dict[str, Any]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(CallsWithin(HIGHER_ORDER[name]), CallsWithin(HIGHER_ORDER[name]))
+    found: list[torch.Tensor] = []
+    with graphckpt.apply(model, policies):
+        for _ in range(3):
+            x = torch.randn(8, 32, requires_grad=True)
+            model.zero_grad()
+            model(x).square().mean().backward()
+            found += [x.grad, *(p.grad for p in model.parameters())]
+    return found
+
+
+@cache
+def trained_plainly(name: str) -> list[torch.Tensor]:
+    return trained(name, {})
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's, which traces the functions of these ops
 @pytest.mark.parametrize(
     "rule", [True, "selective", "segments", Selective(everything)], ids=["full", "matmul", "segments", "all"]
 )
 @pytest.mark.parametrize("name", HIGHER_ORDER)
 def test_higher_order_ops(name: str, rule: Any) -> None:
-    def trained(policies: dict[str, Any]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(CallsWithin(HIGHER_ORDER[name]), CallsWithin(HIGHER_ORDER[name]))
-        found: list[torch.Tensor] = []
-        with graphckpt.apply(model, policies):
-            for _ in range(3):
-                x = torch.randn(8, 32, requires_grad=True)
-                model.zero_grad()
-                model(x).square().mean().backward()
-                found += [x.grad, *(p.grad for p in model.parameters())]
-        return found
-
     policies = {"" if rule == "segments" else "*": {"activation_checkpointing": rule}}
-    assert all(map(torch.equal, trained(policies), trained({})))
+    assert all(map(torch.equal, trained(name, policies), trained_plainly(name)))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,8 +235,23 @@ def trained(policies: Policies, change: Callable[[Any, int], None]) -> tuple[lis
     return states, tensors
 
 
+@cache
+def changing(before: Callable[[Any], object], after: Callable[[Any], object], first: int) -> Any:
+    """Returns what sets the two on a block from a step on, the same function for the same three."""
+
+    def change(block: Any, step: int) -> None:
+        block.before, block.after = (before, after) if step >= first else (nothing, nothing)
+
+    return change
+
+
+@cache
+def trained_plainly(change: Callable[[Any, int], None]) -> tuple[list[Any], list[Tensor | None]]:
+    return trained({}, change)
+
+
 def assert_trains_alike(policies: Policies, change: Callable[[Any, int], None]) -> None:
-    (states, tensors), (expected_states, expected) = trained(policies, change), trained({}, change)
+    (states, tensors), (expected_states, expected) = trained(policies, change), trained_plainly(change)
     assert states == expected_states
     assert len(tensors) == len(expected)
     for one, other in zip(tensors, expected, strict=True):
@@ -247,19 +263,13 @@ def assert_trains_alike(policies: Policies, change: Callable[[Any, int], None]) 
 @pytest.mark.parametrize("first", [0, 4], ids=["from the first step on", "from the fifth step on"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_forward_begins_to_change_is_changed_once(policies: Policies, change: Any, first: int) -> None:
-    def begins(block: Any, step: int) -> None:
-        block.before, block.after = (change if step >= first else nothing), nothing
-
-    assert_trains_alike(policies, begins)
+    assert_trains_alike(policies, changing(change, nothing, first))
 
 
 @policies
 @pytest.mark.parametrize("pair", BACK.values(), ids=BACK)
 def test_what_forward_changes_back_behind_the_last_saved_tensor_is_changed_back(policies: Policies, pair: Any) -> None:
-    def changes(block: Any, step: int) -> None:
-        block.before, block.after = pair
-
-    assert_trains_alike(policies, changes)
+    assert_trains_alike(policies, changing(*pair, first=0))
 
 
 def test_another_thread_reads_a_module_that_is_recomputed_and_finds_it_as_it_was_afterwards() -> None:
