@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -61,6 +62,7 @@ def _no_foreign_warnings() -> Iterator[None]:
         yield
 
 
+@cache
 def estimated(folder: str, **options: Any) -> Estimate:
     seq = {} if "vit" in Path(folder).name else {"seq": SEQ}
     return graphckpt.estimate(folder, device="h100", batch=2, progress=False, **seq, **options)
