@@ -9,6 +9,11 @@ INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 NEWEST ?= .venv-newest
+# Bytecode is written even where the environment says otherwise: else each worker and each process that a test starts
+# compiles all modules anew, and each worker rewrites the assertions of all tests.
+export PYTHONDONTWRITEBYTECODE :=
+# Modules are compiled at their first import, and the many that nothing imports never.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test test-all lint format unit slow quantized coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix interrupts soak docs wheel clean
 
@@ -30,9 +35,7 @@ lint: $(INSTALLED)
 # The tests of a file run on one of the two workers, and so do all that start several processes: tests/helpers/workers.py.
 # Of the installed plugins only this one: pytest rewrites every module of a plugin's package, all of hypothesis too.
 XDIST := --disable-plugin-autoload -p xdist -n 2 --dist loadfile --no-loadscope-reorder -q
-# Bytecode is written even where the environment says otherwise: else each worker and each process that a test starts
-# compiles all modules anew, and each worker rewrites the assertions of all tests.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)
 	$(PYTEST)
@@ -101,7 +104,7 @@ LOWEST_TESTS ?= tests/graph tests/integrations tests/blocks/test_rival.py \
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch==$(LOWEST_TORCH) \
+	$(LOWEST)/bin/python $(PIP_INSTALL) -c constraints-lowest.txt torch==$(LOWEST_TORCH) \
 	    pytest pytest-xdist hypothesis -e ".[train,transformers-trainer,lightning]"
 	touch $(LOWEST)/.installed
 
@@ -111,7 +114,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 newest:
 	rm -rf $(NEWEST)
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(NEWEST)/bin/python $(PIP_INSTALL) -e ".[test]"
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|triton|lightning|peft|accelerate) "
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/pytest $(XDIST)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/pytest $(XDIST) -m slow tests/test_command.py
@@ -165,14 +168,14 @@ wheel: $(SITE)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[test]"
 	touch $(INSTALLED)
 
 # Their names alone: pip takes 20 seconds to see that what graphckpt itself needs is there.
 $(SITE): $(INSTALLED)
 	$(BIN)/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
 	    print(*extras['docs'], *extras['release'], sep='\n')" > $(SITE).txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(SITE).txt
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -r $(SITE).txt
 	touch $(SITE)
 
 clean:
