@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import graphckpt
 from graphckpt import ConfigError, RecomputeError
 
-pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # The compiler reads `.grad` of what it is given, and says so.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
 ]
@@ -32,13 +34,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "slab": {"contiguous": True, "min_elements": 1},
     "full, disk": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

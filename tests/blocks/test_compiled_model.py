@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -26,17 +26,12 @@ import graphckpt
 from graphckpt import ConfigError, GraphError, Selective, Tiles
 from graphckpt.blocks import disable_checkpointing
 
-pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # The compiler reads `.grad` of what it is given, and says so.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @as_module(lambda: {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 64), "act": nn.GELU(), "down": nn.Linear(64, 16)})

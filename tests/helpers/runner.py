@@ -23,7 +23,6 @@ with contextlib.suppress(ImportError):  # a machine with a GPU needs none of its
     hypothesis.settings.load_profile("no time limit")
 
 torch.set_num_threads(1)  # two workers on two cores
-gc.set_threshold(20_000, 50, 100)  # the collector takes a seventh of the time of a compiler at Python's own
 
 _HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevice: str\b")
 _WARNINGS = ("does not have a deterministic implementation", "non-deterministic algorithm")
@@ -62,6 +61,17 @@ def deterministic() -> Iterator[None]:
 def device(deterministic: None) -> str:
     """``"cuda"`` where there is a CUDA device, a real or a simulated one, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No compiled code of another test; and the collector, which takes a seventh of the compiler's time, is rare."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20_000, 50, 100)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.set_threshold(*thresholds)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,15 @@ from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, plan_step
 from graphckpt.planning.sweep import measure
 
-pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # The compiler reads `.grad` of what it is given, and says so.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
 ]
 
 EAGER = {"backend": "eager"}  # runs what it has traced as it is
 AOT = {"backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
