@@ -87,7 +87,7 @@ planted: $(INSTALLED)
 # process of the packages that have code in a backward: context variables are in engine, blocks and graph alone.
 fresh-context: $(INSTALLED)
 	PYTHONPATH=tests $(PYTEST) -p helpers.fresh_context -m "not slow and not multi_process" $(FRESH)
-FRESH ?= $(addprefix tests/,blocks fuzz graph rules stores $(addprefix planning/test_,trace.py live_plan.py)) \
+FRESH ?= $(addprefix tests/,blocks fuzz graph rules stores $(addprefix planning/test_,step_clock.py live_plan.py)) \
     --ignore=tests/rules/test_architectures.py
 
 # The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has
