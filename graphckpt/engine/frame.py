@@ -504,6 +504,9 @@ class Frame(Execution, Call):
                     if self.contexts is None or not self.contexts.run_all(self):
                         raise
                     run = self._recompute_once(undo, early_stop=early_stop, returns_output=returns_output)
+                if run.draws_differ and self.contexts is not None and self.contexts.run_all(self):
+                    # Perhaps only as it has ended before the last numbers were drawn: a run of all ops shows that.
+                    run = self._recompute_once(undo, early_stop=early_stop, returns_output=returns_output)
             except ScheduleMismatch as error:  # which no handler of the user's would catch
                 raise RecomputeError(mismatch.ops_differ(self.block.title, str(error))) from None
             except Exception as error:

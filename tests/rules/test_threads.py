@@ -138,6 +138,34 @@ def test_a_block_that_draws_beside_a_thread_that_does_not(kind: type[nn.Module],
     assert all(map(torch.equal, found, gradients(kind, {}, lambda: None, 5)))
 
 
+@as_module(lambda: {"linear": nn.Linear(D, D), "last": nn.Linear(D, D)})
+def DrawsForTheSecondBackward(self: Any, x: Tensor) -> Tensor:
+    """The first backward, through ``x + ...`` alone, needs nothing of what comes after the first draw."""
+    x = nn.functional.dropout(self.linear(x), 0.5).sin()
+    with torch.no_grad():
+        noise = torch.rand_like(x)
+    return self.last(x.detach()) * noise + x
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+def test_a_first_backward_that_ends_before_the_last_draw(policies: dict[str, Any]) -> None:
+    def penalized(policies: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(DrawsForTheSecondBackward(), nn.Linear(D, D))
+        with graphckpt.apply(model, policies):
+            for step in range(4):
+                torch.manual_seed(step)
+                x = torch.ones(6, D, requires_grad=True)
+                y = model(x)
+                (slope,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+                (y.square().mean() + slope.square().sum()).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    with idle_thread():
+        found = penalized(policies)
+    assert all(map(torch.equal, found, penalized({})))
+
+
 def test_a_backward_in_another_thread() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Drops(), nn.Linear(D, D))
