@@ -115,6 +115,27 @@ def test_an_output_that_is_modified_after_the_block_of_a_child_with_a_buffer() -
     assert_same_steps(ModifiesOutput, {"block": True, "block.child": False})
 
 
+@pytest.mark.parametrize("child", [nn.Dropout(0.5).eval(), nn.Identity(), nn.Sequential(nn.Identity())])
+def test_a_child_that_returns_its_argument_returns_it_again(child: nn.Module) -> None:
+    @as_module(lambda: {"inner": child, "linear": nn.Linear(4, 4)})
+    def AsksForIdentity(self: Any, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y is x:
+            return self.linear(y + x)
+        y += x
+        return self.linear(y)
+
+    x = torch.ones(2, 4, requires_grad=True)
+    model = nn.Sequential(AsksForIdentity())
+    model(x).square().sum().backward()
+    plain, x.grad = x.grad, None
+    with graphckpt.apply(model, {"0": True, "0.inner": False}):
+        for _ in range(3):
+            x.grad = None
+            model(x).square().sum().backward()
+            assert torch.equal(x.grad, plain)
+
+
 def test_statistics_that_the_first_call_leaves_as_they_are_move_once() -> None:
     """A cumulative average over equal batches is the same before and after the call that is learnt from.
 
