@@ -67,8 +67,7 @@ quantized: $(QUANTIZED)/.installed
 	    $(addprefix tests/,simulation/test_kernel_optimizers.py simulation/test_quantized.py search/test_finetuning.py)
 
 $(QUANTIZED)/.installed: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(QUANTIZED) \
-	    bitsandbytes==0.50.0 torchao==0.18.0
+	$(BIN)/python $(PIP_INSTALL) --no-deps --target $(QUANTIZED) bitsandbytes==0.50.0 torchao==0.18.0
 	touch $(QUANTIZED)/.installed
 
 # Branch coverage of the tests of `make test`, with those on the simulated device, into benchmarks/results/coverage.md.

@@ -185,7 +185,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             if mutated or any(differs(owner, then) for owner, then in objects):
                 why = why or "it modifies its arguments"
             elif isinstance(output, torch.Tensor) and any(output is each for each in inputs):
-                why = why or "it returns its argument"  # which code around may ask for: `if y is x`
+                why = why or "it returns its argument"  # which the block may test: `if y is x`
             is_repeated = why is not None or isinstance(outermost, Recomputation)
             state = None if is_repeated else _state_after(block, originals)
             for frame in originals:

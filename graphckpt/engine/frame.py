@@ -191,7 +191,7 @@ class Frame(Execution, Call):
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
     _state: ModuleState
-    """Of the block at the time: another one takes its place when a submodule is added or replaced."""
+    """The state of the block when the call began. A block gets a new one when a submodule is added or replaced."""
     call_state: CallState
     """What the call found in its modules: see Note [What every call copies] in call_state.py."""
     _arguments: Arguments
@@ -202,7 +202,7 @@ class Frame(Execution, Call):
     _modes: tuple[tuple[Any, ...], tuple[Any, ...]]
     """Function and dispatch modes that the caller had entered."""
     _context: Context
-    """The caller's context variables, in which forward runs again."""
+    """The context variables of the caller. The recomputation runs in a copy of this context."""
     devices: tuple[torch.device, ...]
     """Devices beside the CPU whose RNG state the call may use."""
 
@@ -281,7 +281,7 @@ class Frame(Execution, Call):
                 sampler.number += not is_nested
             elif check != "none" or reports:
                 self.values = begin_check(block, check, is_learning=learning, is_nested=is_nested)
-            # "On the host" is by Python's and NumPy's generators. A first call finds out whether it draws from them.
+            # The host's generators are those of Python and NumPy. A first call shows whether a block draws from them.
             host_modes = state.host_rng_modes  # nearly always empty: modes are hashed one by one
             may_draw_on_host = call_state.is_first or (host_modes and call_state.modes in host_modes)
             num_calls = enter_call(self, self.devices, is_outermost=outer is None)

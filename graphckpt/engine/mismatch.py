@@ -139,7 +139,7 @@ _FIX_VALUES = (
 def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
     """Returns what differs, likely causes, and the fix, in a line each; ``is_late`` if its backward is over."""
     assert not isinstance(fault.first, int)
-    # Nothing without a line, even if there is an op.
+    # Empty without a line number, even if the op is known.
     where = (f", saved by {fault.op}" if fault.op else ", saved") + f" at {fault.line}" if fault.line else ""
     effect = "gradients would be wrong"
     if is_late:

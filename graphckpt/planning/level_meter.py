@@ -102,9 +102,11 @@ class LevelMeter(StepClock):
     def __init__(self, device: torch.device, counter: LiveBytes | None) -> None:
         super().__init__(device)
         self._counter = counter
+        self._trace = counter if isinstance(counter, AllocationTrace) else None
+        """The counter of an absent device, which also knows the seconds of ops and what allocates."""
         self._rounded: Callable[[int], int] = up_to_blocks if counter is None else int
-        if isinstance(counter, AllocationTrace):
-            self._rounded = counter.rounded
+        if self._trace is not None:
+            self._rounded = self._trace.rounded
         self.reserved_bytes = 0
         """The most that the allocator of ``device`` has reserved."""
         self.far_bytes: Counter[int] = Counter()
@@ -154,7 +156,7 @@ class LevelMeter(StepClock):
         return StepReadings(
             block_of_call=self.order,
             spans=levels,
-            seconds=seconds if isinstance(self._counter, AllocationTrace) else self.seconds,
+            seconds=seconds if self._trace is not None else self.seconds,
             total_seconds=self.total,
             start_bytes=start,
             allocated=allocated,
@@ -226,11 +228,11 @@ class LevelMeter(StepClock):
             self._recomputed[call] = max(self._recomputed.get(call, 0), added)
 
     def _read_level(self) -> _MarkReading:
-        counter = self._counter
+        counter, trace = self._counter, self._trace
         if counter is not None:
             reading = _MarkReading(counter.live_bytes, counter.peak_bytes, counter.allocated_bytes)
-            if isinstance(counter, AllocationTrace):
-                return reading._replace(of_blocks=counter.bytes_of_blocks, seconds=counter.seconds)
+            if trace is not None:
+                return reading._replace(of_blocks=trace.bytes_of_blocks, seconds=trace.seconds)
             return reading
         stats = torch.cuda.memory_stats(self._device)
         self.reserved_bytes = max(self.reserved_bytes, stats["reserved_bytes.all.peak"])
@@ -245,28 +247,27 @@ class LevelMeter(StepClock):
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._counter.peak_bytes = self._readings[-1].level
-            if isinstance(self._counter, AllocationTrace):
-                self._counter.seconds = 0.0
+            if self._trace is not None:
+                self._trace.seconds = 0.0
         super()._read()
 
     def _mark(self, phase: Phase, call: int) -> None:
         super()._mark(phase, call)
-        if isinstance(self._counter, AllocationTrace):
-            self._counter.is_in_block = phase is Phase.FORWARD
+        if self._trace is not None:
+            self._trace.is_in_block = phase is Phase.FORWARD
 
     def _release_contexts(self) -> None:
         for context in self._contexts:
             context.on_recomputed = None
         self._contexts.clear()
 
-    def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None:
+    def _log_arguments(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         # At the call and not before the update: a Graph installs its policies within it.
         if (wrapper := policy_of(module)) is not None:
             # The level right after a recomputation is the most that any policy can retain of the block: it bounds
             # options that no update has shown yet.
             wrapper.context.on_recomputed = self._end_recomputation
             self._contexts.append(wrapper.context)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Joined blocks free their argument, so it has to be the very tensor of the block before, unmodified. Hooks
         # around the backward of a module wrap its arguments: forward gets views.
         before = [] if module._backward_hooks or module._backward_pre_hooks else self._returned

@@ -175,10 +175,10 @@ class StepClock:
         self.is_in_block = True
         self.order.append(block)
         leaves, _ = flatten_value((args, kwargs))
-        self._log_arguments(module, leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._log_arguments(module, tensors)
         call = self.call
         self._mark(Phase.FORWARD, call)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Hooks on tensors and not on modules: a full backward hook would wrap the arguments, so that forward gets
         # views. That of an argument runs when its gradient is complete, which is when the block's backward is over,
         # unless others read it.
@@ -240,7 +240,7 @@ class StepClock:
             self._extensions.add(len(self._spans))
             self._mark(*self.interval)
 
-    def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None: ...
+    def _log_arguments(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None: ...
 
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None: ...
 

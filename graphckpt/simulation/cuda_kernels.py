@@ -79,8 +79,7 @@ class AttentionCall:
 
     def flash(self) -> torch.Tensor:
         """Pads heads to a width of 8 n; grouped keys and values are not expanded."""
-        width, tensors = self._padded()
-        scale = 1 / sqrt(width) if self.scale is None else self.scale
+        width, scale, tensors = self._padded()
         results = _aten._scaled_dot_product_flash_attention(
             *tensors, self.dropout_p, self.is_causal, False, scale=scale
         )
@@ -94,8 +93,7 @@ class AttentionCall:
             length: Tokens of each of the samples that a row holds; ``None`` if a row is one sample.
             window: Tokens that causal attention goes back, of a layer with a sliding window.
         """
-        width, tensors = self._padded()
-        scale = 1 / sqrt(width) if self.scale is None else self.scale
+        width, scale, tensors = self._padded()
         query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
         rows = query.shape
         if length is not None:
@@ -109,11 +107,12 @@ class AttentionCall:
         out: torch.Tensor = results[0]
         return out.reshape(rows)[..., :width]
 
-    def _padded(self) -> tuple[int, list[torch.Tensor]]:
-        """Returns the width of heads, and query, key and value with heads of a multiple of 8, as kernels take them."""
+    def _padded(self) -> tuple[int, float, list[torch.Tensor]]:
+        """Returns the width of heads, the scale, and query, key and value with heads padded to a multiple of 8."""
         width = self.query.shape[-1]
+        scale = 1 / sqrt(width) if self.scale is None else self.scale
         missing = -width % 8
-        return width, [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
+        return width, scale, [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
 
     def cudnn(self) -> torch.Tensor:
         results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
