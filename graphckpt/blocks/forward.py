@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any, TypeAlias, final
 
@@ -18,7 +19,7 @@ from graphckpt._compat import is_transformed
 from graphckpt._compat_compiler import constant_in_graphs, is_exporting, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.execution import innermost, running
+from graphckpt.engine.execution import call_numbers, innermost, running
 from graphckpt.engine.objects import replaced
 from graphckpt.engine.saved import joined_blocks
 from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
@@ -39,6 +40,9 @@ class _Disabled(threading.local):
 
 
 _disabled = _Disabled()
+# The same outside of graphs. A recomputation runs in the context of its call: `disable_checkpointing` around backward
+# says nothing to it, and one that a block's forward enters does.
+_disabled_in_context = ContextVar("_disabled_in_context", default=False)
 
 # Note [Blocks in a compiled model]
 # Under `torch.compile` of a model, the compiler inlines `_run_in_graph`, and PyTorch's own checkpoint, which it knows,
@@ -173,6 +177,8 @@ class BlockForward(ForwardWrapper):
     ) -> None:
         super().__init__(module)
         self._is_on = True
+        # Numbers of calls: it is off in those from the first on, up to the second if it is on by now.
+        self._off_from = self._off_until = 0
         self._native: list[weakref.ref[nn.Module]] = []  # modules below that may checkpoint themselves
         self._context: BlockContext | None = None
         self.name = name
@@ -225,14 +231,12 @@ class BlockForward(ForwardWrapper):
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         function = self._function()
         run = innermost() if running.get() is not None else None
-        # A recomputation follows the policies of its original forward, whatever has been switched off since: with
-        # `disable_checkpointing` around backward alone, the ops of an excluded child would count as ops of the block
-        # around it, and fill the holders of the ops behind it.
-        is_recomputation = run is not None and run.is_recomputation
-        is_on = self._is_on or is_recomputation
+        # A recomputation follows the policies of its original forward, whatever has been switched since: else the ops
+        # of an excluded child could count as ops of the block around it, and fill the holders of the ops behind it.
+        is_on = self._was_on(run.frame.number) if run is not None and run.is_recomputation else self._is_on
         if self.compile_options is not None and is_on:
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
-        if self.only_compiles or not is_on or (_disabled.is_on and not is_recomputation):
+        if self.only_compiles or not is_on or _disabled_in_context.get():
             return function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
@@ -319,12 +323,18 @@ class BlockForward(ForwardWrapper):
         return _Suspended(function, modules)
 
     def install(self) -> None:
-        self._is_on = True
+        if not self._is_on:
+            self._is_on, self._off_until = True, next(call_numbers)
         super().install()
 
     def uninstall(self) -> None:
-        self._is_on = False
+        if self._is_on:
+            self._is_on, self._off_from = False, next(call_numbers)
         super().uninstall()
+
+    def _was_on(self, number: int) -> bool:
+        """Whether it acted in the call with this number. Only the last time that it was off is known."""
+        return number < self._off_from or (self._is_on and number >= self._off_until)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         # `deepcopy` notes the copy of a module before it copies what the module holds.
@@ -459,13 +469,16 @@ def checkpoints_itself(module: nn.Module) -> bool:
 def disable_checkpointing(undo: Undo) -> Iterator[None]:
     """Runs every forward in the ``with`` block as if no policy were set."""
     undo.append((setattr, (_disabled, "is_on", _disabled.is_on)))
+    undo.append((_disabled_in_context.set, (_disabled_in_context.get(),)))
     _disabled.is_on = True
+    _disabled_in_context.set(True)
     yield
 
 
 def checkpointing_is_off() -> bool:
     """Whether forwards run as if no policy were set: in :func:`disable_checkpointing`, ``torch.func``, forward AD."""
-    return _disabled.is_on or is_transformed()
+    is_disabled = _disabled.is_on if torch.compiler.is_compiling() else _disabled_in_context.get()
+    return is_disabled or is_transformed()
 
 
 def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:

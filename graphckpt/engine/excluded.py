@@ -231,6 +231,8 @@ def _hooks_around(block: BlockContext, frames: Iterable[Frame]) -> Any:
     else those around the outermost block.
     """
     hooks = active_saved_tensor_hooks()
+    if block.recorder is not None:
+        hooks = block.recorder.hooks_below(hooks)
     for frame in frames:
         if hooks is None or hooks[0] is not frame.own_pack:
             if block.is_placed:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
@@ -73,6 +74,9 @@ OnPack: TypeAlias = Callable[[int], None] | None
 # frame, to which the unpack hook is bound, and never in the thread. See
 # https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.set_multithreading_enabled.html
 running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
+
+call_numbers = count()
+"""Numbers calls of recomputed blocks, to tell which came before a policy was removed."""
 
 
 @final

@@ -46,6 +46,7 @@ from graphckpt.engine.execution import (
     ScheduleMismatch,
     StopRecomputation,
     Surroundings,
+    call_numbers,
     engine_ops,
     innermost,
     put_surroundings_back,
@@ -185,7 +186,7 @@ class Frame(Execution, Call):
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_context", "_early_stop", "_failure", "_function", "_is_joined",
         "_learning", "_modes", "_random", "_registers_hooks", "_state", "asks_for_recomputation", "block", "call_state",
-        "contexts", "determinism_check", "devices", "excluded", "group", "holders", "outer_hooks", "outputs",
+        "contexts", "determinism_check", "devices", "excluded", "group", "holders", "number", "outer_hooks", "outputs",
         "own_pack", "random_after", "values",
     )  # fmt: skip
 
@@ -205,6 +206,8 @@ class Frame(Execution, Call):
     """The context variables of the caller. The recomputation runs in a copy of this context."""
     devices: tuple[torch.device, ...]
     """Devices beside the CPU whose RNG state the call may use."""
+    number: int
+    """By :data:`call_numbers`; within a recomputation, that of the call which is recomputed."""
 
     def __init__(
         self,
@@ -247,6 +250,8 @@ class Frame(Execution, Call):
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         before = surroundings()
+        outer = before[0]
+        self.number = next(call_numbers) if outer is None or not outer.is_recomputation else outer.frame.number
         self.is_active = True  # for other threads too, before it reads what they may change
         try:
             return self._run(args, kwargs, before)
