@@ -140,6 +140,14 @@ def DropIn(self: Any, x: Tensor) -> Tensor:
     return graphckpt.checkpoint_sequential(self.inner, 1 + len(self.inner) // 2, x)
 
 
+@as_module(lambda *children: {"inner": nn.Sequential(*children)})
+def Disables(self: Any, x: Tensor) -> Tensor:
+    """Calls its children once without their policies, and once with them."""
+    with graphckpt.blocks.disable_checkpointing():
+        y = self.inner(x)
+    return self.inner(y)
+
+
 class TiesWeights(nn.Module):
     """Gives the first and the last of its linear layers one weight."""
 

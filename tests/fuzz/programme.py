@@ -61,8 +61,12 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "Autocasted": ("", "enabled=False"),
     "DropIn": ("", "how='closure'", "how='sequence'"),
 } | dict.fromkeys(
-    ("Listed", "Twice", "Gate", "WithoutGradients", "Catches", "Retries", "Caches", "Hooked", "TiesWeights"), ("",)
-)
+    (
+        "Listed", "Twice", "Gate", "WithoutGradients", "Catches", "Retries", "Caches", "Hooked", "Disables",
+        "TiesWeights",
+    ),
+    ("",),
+)  # fmt: skip
 
 RULES = [
     "True", "True", "True", "False", "False", "False", "'joined'", "'joined'", "'selective'",
