@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphckpt.simulation.allocations import Allocation, AllocationLog, Replay, replay
+from graphckpt.simulation.allocations import NUM_STEPS, AllocationLog, Replay, replay
 from graphckpt.simulation.op_costs import FUSED_KERNELS, OpCost
 from graphckpt.simulation.profile import DeviceProfile
 
@@ -27,10 +26,11 @@ _MOST = 2**20  # samples
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SizedRun:
-    """A step at one batch size: the allocations of its first two steps, and what the ops of the second cost."""
+    """A step at one batch size: the allocations of the first steps, and what the ops of the second cost."""
 
     batch: int
     log: AllocationLog
+    """The second step is repeated in it."""
     keys: Sequence[OpCost]
     """The costs of the ops, without their bytes and operations."""
     amounts: _Numbers
@@ -39,28 +39,19 @@ class SizedRun:
     @classmethod
     def of(cls, batch: int, log: AllocationLog, costs: Sequence[OpCost]) -> SizedRun:
         amounts = np.array([cost[1:3] for cost in costs], np.float64).reshape(-1, 2)
+        keys = [cost._replace(num_bytes=0, flops=0.0) for cost in costs]
         # A copy: the trace of a run goes on to log what is freed later, such as its inputs.
-        log = AllocationLog([list(step) for step in log.steps], dict(log.kinds))
-        return cls(
-            batch=batch, log=log, keys=[cost._replace(num_bytes=0, flops=0.0) for cost in costs], amounts=amounts
-        )
+        return cls(batch=batch, log=log.repeated(NUM_STEPS), keys=keys, amounts=amounts)
 
     @property
     def attention(self) -> tuple[str, ...]:
         """The fused kernels of attention that it runs."""
         return tuple(dict.fromkeys(key.kinds[0] for key in self.keys if key.kinds and key.kinds[0] in FUSED_KERNELS))
 
-    @cached_property
-    def sizes(self) -> _Numbers:
-        """The bytes of all entries of the log."""
-        return np.array([entry.num_bytes for step in self.log.steps for entry in step], np.float64)
-
     def has_structure_of(self, other: SizedRun) -> bool:
         """Whether the other run has the same storages and ops, of whatever sizes."""
-        mine, others = (
-            [[(entry.storage, entry.stream) for entry in step] for step in run.log.steps] for run in (self, other)
-        )
-        return mine == others and self.keys == other.keys
+        mine, others = ((run.log.steps, run.log.streams, len(run.log.sizes), run.keys) for run in (self, other))
+        return mine == others
 
     def seconds(self, machine: DeviceProfile) -> float:
         """Returns the seconds of the step on a device with the same kernels."""
@@ -77,21 +68,23 @@ class SizedRun:
             total += float(np.maximum(of_byte * num_bytes, of_flop * flops).sum()) + launch * len(listed)
         return total
 
-    def with_sizes(self, batch: int, sizes: _Numbers, amounts: _Numbers) -> SizedRun:
-        """Returns the step at another batch size, with other sizes of its storages and other amounts of its ops."""
-        numbers = iter(sizes.astype(np.int64).tolist())
-        steps = [[entry._replace(num_bytes=next(numbers)) for entry in step] for step in self.log.steps]
-        return replace(self, batch=batch, log=AllocationLog(steps, self.log.kinds), amounts=amounts)
+    def at(self, batch: int, other: SizedRun) -> SizedRun:
+        """Returns the step at a batch size, from two runs with the same structure."""
+        share = (batch - self.batch) / (other.batch - self.batch)
+        sizes, amounts = (
+            (1 - share) * np.asarray(mine, np.float64) + share * np.asarray(others, np.float64)
+            for mine, others in ((self.log.sizes, other.log.sizes), (self.amounts, other.amounts))
+        )
+        log = replace(self.log, sizes=np.rint(sizes).astype(np.int64).tolist())
+        return replace(self, batch=batch, log=log, amounts=amounts)
 
     def with_workspaces(self, num_bytes: int) -> AllocationLog:
         """Returns the allocations on a device with other workspaces of cuBLAS."""
-        kinds = self.log.kinds
-
-        def changed(entry: Allocation) -> Allocation:
-            is_workspace = entry.num_bytes and kinds.get(entry.storage) == "workspaces"
-            return entry._replace(num_bytes=num_bytes) if is_workspace else entry
-
-        return AllocationLog([list(map(changed, step)) for step in self.log.steps], kinds)
+        sizes = self.log.sizes.copy()
+        for storage, kind in self.log.kinds.items():
+            if kind == "workspaces":
+                sizes[storage] = num_bytes
+        return replace(self.log, sizes=sizes)
 
 
 class Figures(NamedTuple):
@@ -138,11 +131,7 @@ class SizedRuns:
             self._is_linear = self._line[0].has_structure_of(self._line[1])
             return self.at(batch)
         one, other = self._line
-        share = (batch - one.batch) / (other.batch - one.batch)
-        sizes, amounts = (
-            (1 - share) * getattr(one, name) + share * getattr(other, name) for name in ("sizes", "amounts")
-        )
-        return one.with_sizes(batch, np.rint(sizes), amounts)
+        return one.at(batch, other)
 
     def check(self, batch: int) -> bool:
         """Runs the step at a batch size; returns whether it is as two others tell.
@@ -152,7 +141,7 @@ class SizedRuns:
         if not self._is_linear:
             return True
         expected, run = self.at(batch), self.run(batch)
-        is_equal = run.has_structure_of(expected) and bool(np.array_equal(run.sizes, expected.sizes))
+        is_equal = run.has_structure_of(expected) and run.log.sizes == expected.log.sizes
         if not (is_equal and np.allclose(run.amounts, expected.amounts, rtol=1e-9)):
             self._is_linear = False
             self._replays = {}
@@ -162,7 +151,7 @@ class SizedRuns:
         """Returns the figures on a device, whose memory may be too small."""
         reserved = self._replay(batch, machine).reserved_bytes
         run = self.at(batch)
-        allocated = sum(self._log(run, machine).parts_at_peak(machine.rounded).values())
+        allocated = sum(self._log(run, machine).parts_at_peak(machine.rounded, step=2).values())
         return Figures(batch, allocated, reserved, reserved + machine.context_bytes, run.seconds(machine))
 
     def fits(self, batch: int, machine: DeviceProfile) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+from itertools import chain
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
 
@@ -26,21 +27,10 @@ results that are alive for a moment."""
 
 # Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
 # repeat the second. Reserved bytes of the models tried do not grow after the third.
-_NUM_STEPS = 3
+NUM_STEPS = 3
 _TEMPORARY, _ADDED = -1, -2  # not ids of storages
 _NOTHING = nullcontext()
 _PRECISION = 2 * 2**20  # bytes: the smallest segment
-
-
-class Allocation(NamedTuple):
-    """The birth of a storage, or its death."""
-
-    storage: int
-    """A number that no other storage of the log has."""
-    num_bytes: int
-    """0 where it is freed."""
-    stream: int = 0
-    """The stream on which it is born; 0 is the one that most ops run on."""
 
 
 @final
@@ -48,48 +38,54 @@ class Allocation(NamedTuple):
 class AllocationLog:
     """The births and deaths of storages on a device, in their order.
 
-    >>> log = AllocationLog([[Allocation(0, 1024)], [Allocation(1, 4096), Allocation(1, 0)]])
+    >>> log = AllocationLog([[0], [1, ~1]], [1024, 4096])
     >>> replay(log).reserved_bytes
     2097152
     """
 
-    steps: list[list[Allocation]] = field(default_factory=lambda: [[]])
-    """The allocations before the first step, those of the first step, and so on."""
+    steps: list[list[int]] = field(default_factory=lambda: [[]])
+    """What happens before the first step, in the first step, and so on: ``n`` where storage ``n`` is born, and ``~n``
+    where it is freed."""
+    sizes: list[int] = field(default_factory=list)
+    """The bytes of each storage."""
+    streams: dict[int, int] = field(default_factory=dict)
+    """By storage: the stream on which it is born; those without an entry are born on 0, which most ops run on."""
     kinds: dict[int, StorageKind] = field(default_factory=dict)
-    """The kinds of storages; those without an entry are activations."""
+    """By storage; those without an entry are activations."""
 
     def begin_step(self) -> None:
         self.steps.append([])
 
-    def parts_at_peak(self, rounded: Callable[[int], int] = int) -> dict[StorageKind, int]:
-        """Returns the bytes of each kind at the peak of the last step; their sum is the peak.
+    def parts_at_peak(self, rounded: Callable[[int], int] = int, step: int = -1) -> dict[StorageKind, int]:
+        """Returns the bytes of each kind at the peak of a step, by default the last; their sum is the peak.
 
         Args:
             rounded: Returns the bytes that the allocator of the device counts for a size.
+            step: The index of the step in :attr:`steps`.
 
-        >>> steps = [[Allocation(0, 1024)], [Allocation(1, 4096), Allocation(1, 0)]]
-        >>> parts = AllocationLog(steps, {0: "weights"}).parts_at_peak()
+        >>> parts = AllocationLog([[0], [1, ~1]], [1024, 4096], kinds={0: "weights"}).parts_at_peak()
         >>> parts["weights"], parts["activations"], parts["gradients"]
         (1024, 4096, 0)
         """
-        sizes: dict[int, int] = {}
-        level = dict.fromkeys(get_args(StorageKind), 0)
-        peak, total = level, 0  # of kinds, and bytes of all kinds
-        for number, step in enumerate(self.steps, 1):
-            for storage, num_bytes, _ in step:
-                change = rounded(num_bytes) if num_bytes else -sizes.pop(storage, 0)
-                if num_bytes:
-                    sizes[storage] = change
-                level[self.kinds.get(storage, "activations")] += change
-                total += change
-                if number == len(self.steps) and total > sum(peak.values()):
-                    peak = level.copy()
-            if number == len(self.steps) - 1:  # the last step begins at this level
-                peak = level.copy()
+        *before, last = self.steps[: step % len(self.steps) + 1]
+        level: dict[StorageKind, int] = dict.fromkeys(get_args(StorageKind), 0)
+
+        def change(entry: int) -> int:
+            storage = max(entry, ~entry)
+            num_bytes = rounded(self.sizes[storage]) if entry >= 0 else -rounded(self.sizes[storage])
+            level[self.kinds.get(storage, "activations")] += num_bytes
+            return num_bytes
+
+        total = most = sum(map(change, chain.from_iterable(before)))
+        peak = level.copy()
+        for entry in last:
+            total += change(entry)
+            if total > most:
+                most, peak = total, level.copy()
         return peak
 
-    def repeated(self, num_steps: int) -> Iterator[list[Allocation]]:
-        """Yields the allocations before the first step, and those of ``num_steps`` steps; the last one is repeated.
+    def repeated(self, num_steps: int) -> AllocationLog:
+        """Returns the log of ``num_steps`` steps, of which the last one that is logged is repeated.
 
         What it frees of the step before it, such as gradients that the next step sets to ``None``, its repetitions free
         of the steps before them.
@@ -98,39 +94,39 @@ class AllocationLog:
         #
         #     logged      step 1: g1        step 2: free g1, g2
         #     repeated    step 3: free g2, g3        step 4: free g3, g4
-        yield from self.steps[: num_steps + 1]
-        if len(self.steps) < 3:
-            return
+        steps, sizes = [step.copy() for step in self.steps[: num_steps + 1]], self.sizes.copy()
+        result = AllocationLog(steps, sizes, self.streams.copy(), self.kinds.copy())
+        if len(self.steps) < 3 or num_steps < len(self.steps):
+            return result
         last = self.steps[-1]
-        replacements = _replacements(self.steps[-2], last)
-        births = [entry.storage for entry in last if entry.num_bytes]
-        end = 1 + max((entry.storage for step in self.steps for entry in step), default=0)
+        replacements = self._replacements(self.steps[-2], last)
+        births = [entry for entry in last if entry >= 0]
         names = {storage: storage for storage in births}  # of the last step's storages, in the present repetition
         for _ in range(num_steps + 1 - len(self.steps)):
             older = {old: names[new] for old, new in replacements.items()}
-            names = {storage: end + number for number, storage in enumerate(births)}
-            end += len(births)
+            names = {storage: number for number, storage in enumerate(births, len(sizes))}
+            sizes += [self.sizes[storage] for storage in births]
+            result.streams.update((names[one], stream) for one, stream in self.streams.items() if one in names)
+            result.kinds.update((names[one], kind) for one, kind in self.kinds.items() if one in names)
             renamed = names | older
             # The last step may free what no other storage comes in place of. That happens once: it is not renamed.
-            yield [Allocation(renamed[storage], *rest) for storage, *rest in last if storage in renamed]
+            known = (entry for entry in last if max(entry, ~entry) in renamed)
+            steps.append([renamed[entry] if entry >= 0 else ~renamed[~entry] for entry in known])
+        return result
 
+    def _replacements(self, before: Sequence[int], last: Sequence[int]) -> dict[int, int]:
+        """Returns, for each storage of a step that the next step frees, the one that the next step leaves in its place.
 
-def _replacements(before: Sequence[Allocation], last: Sequence[Allocation]) -> dict[int, int]:
-    """Returns, for each storage of a step that the next step frees, the storage that the next step leaves in its place.
-
-    It is the one of equal size with the same number in the order of births.
-    """
-    # By size and order alone, as a storage has no name: of two gradients of one size it is the same which is which.
-    freed = {entry.storage for entry in last if not entry.num_bytes}
-    left: dict[int, deque[int]] = defaultdict(deque)
-    for entry in last:
-        if entry.num_bytes and entry.storage not in freed:
-            left[entry.num_bytes].append(entry.storage)
-    return {
-        entry.storage: left[entry.num_bytes].popleft()
-        for entry in before
-        if entry.num_bytes and entry.storage in freed and left[entry.num_bytes]
-    }
+        It is the one of equal size with the same number in the order of births.
+        """
+        # By size and order alone, as a storage has no name: of two gradients of one size it is the same which is which.
+        freed = {~entry for entry in last if entry < 0}
+        left: dict[int, deque[int]] = defaultdict(deque)
+        for entry in last:
+            if entry >= 0 and entry not in freed:
+                left[self.sizes[entry]].append(entry)
+        old = (entry for entry in before if entry >= 0 and entry in freed)
+        return {entry: left[self.sizes[entry]].popleft() for entry in old if left[self.sizes[entry]]}
 
 
 @final
@@ -158,7 +154,7 @@ def replay(
     rules: AllocatorRules = DEFAULT_RULES,
     capacity: int | None = None,
     *,
-    num_steps: int = _NUM_STEPS,
+    num_steps: int = NUM_STEPS,
     capture_after: int | None = None,
 ) -> Replay:
     """Replays the first steps of a process in a caching allocator that may reserve ``capacity`` bytes.
@@ -179,7 +175,9 @@ def replay(
     retries: list[int] = []
     if capture_after is not None:
         num_steps = capture_after + 1
-    for number, step in enumerate(log.repeated(num_steps)):
+    log = log.repeated(num_steps)
+    sizes, streams = log.sizes, log.streams
+    for number, step in enumerate(log.steps):
         before, private_pool, main_stream = allocator.num_retries, 0, 0
         if capture_after is not None and number:
             # Warm-up steps run on the stream of the capture, whose blocks no other stream reuses; the capture itself
@@ -188,11 +186,12 @@ def replay(
             if number > capture_after:
                 allocator.release_free_segments()
                 private_pool = 1
-        for storage, num_bytes, stream in step:
-            if num_bytes:
-                blocks[storage] = allocator.allocate(num_bytes, stream=stream or main_stream, private_pool=private_pool)
-            elif (block := blocks.pop(storage, None)) is not None:
-                allocator.free(block)
+        for entry in step:
+            if entry >= 0:
+                stream = streams.get(entry, main_stream)
+                blocks[entry] = allocator.allocate(sizes[entry], stream=stream, private_pool=private_pool)
+            else:
+                allocator.free(blocks.pop(~entry))
         retries.append(allocator.num_retries - before)
     return Replay(
         reserved_bytes=allocator.peak_reserved_bytes,
@@ -210,6 +209,7 @@ def least_capacity(
     The search ends at a capacity below ``enough``, of which a smaller one is not looked for. See :func:`replay` for the
     options.
     """
+    log = log.repeated(NUM_STEPS)  # once, not in each replay
     unlimited = replay(log, rules, **options)
     low, high = unlimited.allocated_bytes - 1, unlimited.reserved_bytes  # `low` is too small, `high` is enough
     while high >= enough and high - low > max(_PRECISION, precision):
@@ -271,8 +271,6 @@ class AllocationTrace(LiveBytes):
         self._extra_bytes = extra_bytes
         # The number of each storage that is alive, by its id.
         self._numbers: dict[int, int] = {}
-        # The bytes of each storage that was ever alive, by its number.
-        self._sizes: list[int] = []
         self._numbers_of_blocks: set[int] = set()
         # The streams of a simulated step by their numbers; FSDP2 gathers and reduces on separate streams.
         self._streams: list[object] = [torch.cpu.current_stream()]
@@ -310,22 +308,25 @@ class AllocationTrace(LiveBytes):
 
     def _change(self, num_bytes: int, key: int) -> None:
         """Logs that the storage with the id ``key`` has ``num_bytes`` more than before, or less if negative."""
-        number = self._numbers.pop(key, None)
+        log, number = self.allocations, self._numbers.pop(key, None)
         if number is not None:  # freed, or resized: then it is another storage from now on
-            freed = self.rounded(self._sizes[number])
+            freed = self.rounded(log.sizes[number])
             super()._change(-freed, key)
-            self.allocations.steps[-1].append(Allocation(number, 0))
+            if freed:
+                log.steps[-1].append(~number)
             self.bytes_of_blocks -= freed if number in self._numbers_of_blocks else 0
-            num_bytes += self._sizes[number]  # from here on all that it has
+            num_bytes += log.sizes[number]  # from here on all that it has
             if num_bytes == 0:
                 return
         elif num_bytes == 0 and key not in self._alive:
             return  # a storage that was resized to nothing has died already, and now its object is freed
-        number = self._numbers[key] = len(self._sizes)
-        self._sizes.append(num_bytes)
+        number = self._numbers[key] = len(log.sizes)
+        log.sizes.append(num_bytes)
         super()._change(self.rounded(num_bytes), key)
         if num_bytes:
-            self.allocations.steps[-1].append(Allocation(number, num_bytes, self._stream()))
+            log.steps[-1].append(number)
+            if stream := self._stream():
+                log.streams[number] = stream
         if self.is_in_block:
             self._numbers_of_blocks.add(number)
             self.bytes_of_blocks += self.rounded(num_bytes)

@@ -12,7 +12,7 @@ import pytest
 from graphckpt import Plan, progress
 from graphckpt.cli import main
 from graphckpt.config import get_config
-from graphckpt.simulation.allocations import Allocation, AllocationLog
+from graphckpt.simulation.allocations import AllocationLog
 
 SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
 KEYS = {
@@ -104,14 +104,11 @@ def test_only_the_object_is_printed_to_stdout(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_parts_count_rounded_storages_of_the_last_step() -> None:
-    steps = [
-        [Allocation(0, 10)],
-        [Allocation(1, 1000), Allocation(1, 0)],
-        [Allocation(2, 30), Allocation(3, 5), Allocation(2, 0), Allocation(4, 7), Allocation(3, 0), Allocation(4, 0)],
-    ]
-    log = AllocationLog(steps, {0: "weights", 3: "gradients"})
+    steps = [[0], [1, ~1], [2, 3, ~2, 4, ~3, ~4]]
+    log = AllocationLog(steps, [10, 1000, 30, 5, 7], kinds={0: "weights", 3: "gradients"})
     parts = log.parts_at_peak(lambda num_bytes: -(-num_bytes // 8) * 8)
     assert {kind: size for kind, size in parts.items() if size} == {"weights": 16, "gradients": 8, "activations": 32}
+    assert sum(log.parts_at_peak(step=1).values()) == 1010
 
 
 def test_estimates_are_printed_to_stdout_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,8 +94,8 @@ def test_a_run_frees_what_is_offloaded(policy: dict[str, object]) -> None:
 
 
 def level_after(run: StepRun) -> int:
-    entries = (entry for step in run.allocations.steps for entry in step)
-    return sum({storage: num_bytes for storage, num_bytes, _ in entries}.values())
+    log = run.allocations
+    return sum(log.sizes[entry] if entry >= 0 else -log.sizes[~entry] for step in log.steps for entry in step)
 
 
 def test_settings_that_are_not_simulated_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphckpt
-from graphckpt.simulation.allocations import Allocation, AllocationLog, Replay, fits, least_capacity, replay
+from graphckpt.simulation.allocations import AllocationLog, Replay, fits, least_capacity, replay
 from graphckpt.simulation.allocator import AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 from graphckpt.units import format_bytes
 
@@ -233,15 +233,19 @@ def test_a_plain_implementation_agrees(actions: list[int]) -> None:
 
 
 def log(*steps: list[tuple[int, int]]) -> AllocationLog:
-    return AllocationLog([[Allocation(*entry) for entry in step] for step in steps])
+    """Returns the log of storages, each with its bytes where it is born, and with 0 where it is freed."""
+    sizes = {storage: num_bytes for step in steps for storage, num_bytes in step if num_bytes}
+    entries = [[storage if num_bytes else ~storage for storage, num_bytes in step] for step in steps]
+    return AllocationLog(entries, [sizes.get(storage, 0) for storage in range(max(sizes) + 1)])
 
 
 def test_a_step_is_repeated_with_storages_of_its_own() -> None:
     two = log([(0, 512)], [(1, 4 * MIB), (2, 512)], [(1, 0), (3, 4 * MIB), (4, 512), (4, 0)])
-    _, _, _, third, fourth = two.repeated(4)
-    new = third[1].storage
-    assert [entry[:2] for entry in third] == [(3, 0), (new, 4 * MIB), (new + 1, 512), (new + 1, 0)]
-    assert fourth[0][:2] == (new, 0), "what the second step frees of the first, each step frees of the one before it"
+    repeated = two.repeated(4)
+    _, _, _, third, fourth = repeated.steps
+    assert third == [~3, 5, 6, ~6]
+    assert repeated.sizes[5:] == 2 * [4 * MIB, 512]
+    assert fourth[0] == ~5, "what the second step frees of the first, each step frees of the one before it"
     many = replay(two, num_steps=50)
     assert many.reserved_bytes == replay(two).reserved_bytes
     assert many.allocated_bytes == 4 * MIB + 1024 + 512
