@@ -188,7 +188,7 @@ def estimate_model(
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)
-    if options.attention == "flash" and machine.kind == "cuda" and (machine.capability or (8, 0)) < (8, 0):
+    if options.attention == "flash" and machine.kind == "cuda" and not _has_flash_attention(machine):
         what = f"expected a device of compute capability 8.0 or above for FlashAttention-2, got {machine.name}"
         raise ConfigError(f"{options.named('attention')}: {what} · fix: {options.setting('attention', 'sdpa')}")
     begin("reading the config of the model")
@@ -198,7 +198,7 @@ def estimate_model(
     begin(f"building {source.architecture}")
     network = network_of(options, machine)
     with simulated_rank(options.world_size, None, machine, network) as simulated, step_errors(source):
-        fake = FakeDevice(machine, is_padded=False, cluster=simulated)
+        fake = FakeDevice(machine, is_padded=False, cluster=simulated, others=map(load_profile, profile_names()))
         with fake.building():
             module, step_fn, optimizers = source.make(machine.kind)
         with frozen_objects(), without_value_checks():
@@ -233,10 +233,14 @@ def estimate_model(
         notes.insert(0, f"{runs.fault} · fix: {', or '.join(filter(None, (', '.join(fixes), more)))}")
     elif is_bound_by_update:
         notes.append(f"the temporaries of the update set the peak · fix: {fused}")
-    if last.fits:
-        notes += runs.notes
+    notes += runs.notes if last.fits else []
     if options.world_size is not None:
         notes += _uneven_note(module, options.world_size)
+    devices, other_devices = _devices_with(
+        min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values()),
+        fake.alike,
+        needs_flash=options.attention == "flash",
+    )
     return Estimate(
         model=source.name,
         architecture=source.architecture,
@@ -254,10 +258,29 @@ def estimate_model(
         host_bytes=sum(state.nbytes for state in states if is_on_host(state) and state.dim()),
         policies=policies,
         plan=columns["plan"][1] if options.policy is None else None,
-        devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
+        devices=devices,
+        other_devices=other_devices,
         assumptions=tuple(_assumptions(source, runs.step, module)),
         notes=tuple(notes),
         setup=_setup_of(source, model, runs.layers),
+    )
+
+
+def _has_flash_attention(machine: DeviceProfile) -> bool:
+    return (machine.capability or (8, 0)) >= (8, 0)
+
+
+def _devices_with(
+    num_bytes: int, alike: Sequence[DeviceProfile], *, needs_flash: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the packaged GPUs with as much memory, smallest first: those that are alike, and the others."""
+    profiles = sorted(map(load_profile, profile_names()), key=lambda profile: profile.memory_bytes)
+    cards = [one for one in profiles if one.kind == "cuda" and one.memory_bytes >= num_bytes]
+    cards = [card for card in cards if _has_flash_attention(card) or not needs_flash]
+    names = {card.name for card in alike}
+    return (
+        tuple(card.name for card in cards if card.name in names),
+        tuple(card.name for card in cards if card.name not in names),
     )
 
 
@@ -476,8 +499,3 @@ def _assumptions(source: PretrainedModel, step: FakeStep, model: nn.Module) -> I
         yield "routing of experts is assumed balanced"
     if options.lora is not None:
         yield lora_phrase(model, options)
-
-
-def _devices_with(num_bytes: int) -> tuple[str, ...]:
-    profiles = sorted(map(load_profile, profile_names()), key=lambda profile: profile.memory_bytes)
-    return tuple(profile.name for profile in profiles if profile.kind == "cuda" and profile.memory_bytes >= num_bytes)

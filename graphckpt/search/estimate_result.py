@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -182,6 +182,8 @@ class Estimate:
     """The best plan, or if none fits the one with the lowest peak; ``None`` with ``policy=``."""
     devices: tuple[str, ...] = ()
     """The packaged profiles whose memory suffices for the least of the estimates, smallest first."""
+    other_devices: tuple[str, ...] = ()
+    """Those whose memory suffices too, but whose kernels of attention are others, which may take other bytes."""
     assumptions: tuple[str, ...] = ()
     """The assumptions about the step."""
     notes: tuple[str, ...] = ()
@@ -258,6 +260,7 @@ class Estimate:
             **{name: getattr(self, name) for name in names},
             "policies": {name: policy.to_dict() for name, policy in self.policies.items()},
             "devices": list(self.devices),
+            "other_devices": list(self.other_devices),
             "assumptions": list(self.assumptions),
             "notes": list(self.notes),
             "apply": self.apply_line,
@@ -265,6 +268,13 @@ class Estimate:
 
 
 _MOST_DEVICES = 6  # in a line
+
+
+def _first_of(devices: Sequence[str]) -> str:
+    """Returns the names of the smallest devices, and how many others there are."""
+    num_others = len(devices) - _MOST_DEVICES
+    more = f" and {num_others} with more memory" if num_others > 0 else ""
+    return ", ".join(devices[:_MOST_DEVICES]) + more
 
 
 def _grouped(number: float) -> str:
@@ -292,9 +302,9 @@ def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
         yield Text(f"{policy.title}: peak reached {time_of(policy.binding)}")
     if estimate.devices:
         total = format_bytes(min(policy.nvidia_smi_bytes or policy.allocated_bytes for policy in policies))
-        first, others = estimate.devices[:_MOST_DEVICES], estimate.devices[_MOST_DEVICES:]
-        more = f" and {len(others)} with more memory" if others else ""
-        yield Text(f"the least of these, {total}, fits on: {', '.join(first)}{more}")
+        yield Text(f"the least of these, {total}, fits on: {_first_of(estimate.devices)}")
+    if estimate.other_devices:
+        yield Text(f"enough memory, but other kernels of attention: {_first_of(estimate.other_devices)}")
     yield estimate.apply_line
     for note in estimate.notes:
         yield bullet(note, "*")

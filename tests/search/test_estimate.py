@@ -216,9 +216,20 @@ class TestFigures:
         assert "the parameters alone take" in estimate.notes[0]
 
     def test_an_estimate_lists_the_devices_with_enough_memory(self) -> None:
-        assert {"h100", "t4"} <= set(estimated().devices)
+        assert {"h100", "t4"} <= set(estimated().devices), "attention in float32 has the same kernel on both"
+        assert not estimated().other_devices
         total = min(policy.nvidia_smi_bytes for policy in estimated().policies.values())
         assert f"the least of these, {format_bytes(total)}, fits on: " in str(estimated())
+
+    def test_devices_with_other_kernels_of_attention_are_apart(self) -> None:
+        estimate = graphckpt.estimate(llama(), device="h100", seq=64, dtype="bf16", policy="keep")
+        assert {"h100", "b200"} <= set(estimate.devices)  # cuDNN's
+        assert {"a100-40g", "t4"} <= set(estimate.other_devices)
+        assert "enough memory, but other kernels of attention: rtx3080" in str(estimate)
+        assert estimate.to_dict()["other_devices"] == list(estimate.other_devices)
+        flash = graphckpt.estimate(llama(), device="h100", seq=64, dtype="bf16", policy="keep", attention="flash")
+        assert {"h100", "a100-40g"} <= set(flash.devices)
+        assert "t4" not in (*flash.devices, *flash.other_devices), "FlashAttention-2 does not run there"
 
     def test_lora_trains_adapters_alone(self) -> None:
         estimate, every = estimated(lora=4, policy="keep"), estimated()
