@@ -76,12 +76,12 @@ class AllocationLog:
             level[self.kinds.get(storage, "activations")] += num_bytes
             return num_bytes
 
-        total = most = sum(map(change, chain.from_iterable(before)))
+        total = highest = sum(map(change, chain.from_iterable(before)))
         peak = level.copy()
         for entry in last:
             total += change(entry)
-            if total > most:
-                most, peak = total, level.copy()
+            if total > highest:
+                highest, peak = total, level.copy()
         return peak
 
     def repeated(self, num_steps: int) -> AllocationLog:
@@ -110,8 +110,8 @@ class AllocationLog:
             result.kinds.update((names[one], kind) for one, kind in self.kinds.items() if one in names)
             renamed = names | older
             # The last step may free what no other storage comes in place of. That happens once: it is not renamed.
-            known = (entry for entry in last if max(entry, ~entry) in renamed)
-            steps.append([renamed[entry] if entry >= 0 else ~renamed[~entry] for entry in known])
+            repeatable = (entry for entry in last if max(entry, ~entry) in renamed)
+            steps.append([renamed[entry] if entry >= 0 else ~renamed[~entry] for entry in repeatable])
         return result
 
     def _replacements(self, before: Sequence[int], last: Sequence[int]) -> dict[int, int]:
