@@ -35,6 +35,8 @@ GROUPS = {
 }
 TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
 """A link to a test. The site has its source as text, since it is not known where the repository can be read."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+"""A flag in code, such as ``--device``. A browser would break the line between its hyphens and its name."""
 FIRST = (
     "tutorial.md",
     "howto/cuda_out_of_memory.md",
@@ -132,6 +134,11 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Turns what docstrings say in reStructuredText, as ``:meth:`measure` ``, into plain code."""
+    """Turns reStructuredText of docstrings, as ``:meth:`measure` ``, into plain code, and keeps flags in one line."""
     del page, config, files
-    return re.sub(r":(?:meth|class|func|mod|attr):<code>~?(?:graphckpt\.)?", "<code>", html)
+
+    def flags_in_one_line(code: re.Match[str]) -> str:
+        return FLAG.sub(r'<span class="flag">\g<0></span>', code[0])
+
+    html = re.sub(r":(?:meth|class|func|mod|attr):<code>~?(?:graphckpt\.)?", "<code>", html)
+    return re.sub(r"<code[ >].*?</code>", flags_in_one_line, html, flags=re.DOTALL)
