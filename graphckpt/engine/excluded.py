@@ -35,7 +35,7 @@ from graphckpt.engine.saved import (
     versions_of,
 )
 from graphckpt.errors import RecomputeError
-from graphckpt.stores.base import KEEP_ON_DEVICE
+from graphckpt.stores.base import KEEP_ON_DEVICE, without_records
 from graphckpt.thread_state import RNGState, set_rng_state
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
@@ -230,9 +230,7 @@ def _hooks_around(block: BlockContext, frames: Iterable[Frame]) -> Any:
     They are the innermost ones of the program: those that one of the blocks has entered, such as ``save_on_cpu``, or
     else those around the outermost block.
     """
-    hooks = active_saved_tensor_hooks()
-    if block.recorder is not None:
-        hooks = block.recorder.hooks_below(hooks)
+    hooks = without_records(active_saved_tensor_hooks())
     for frame in frames:
         if hooks is None or hooks[0] is not frame.own_pack:
             if block.is_placed:

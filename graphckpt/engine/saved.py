@@ -43,7 +43,7 @@ from graphckpt.engine.objects import (
     without_tensors,
 )
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.base import KEEP_ON_DEVICE
+from graphckpt.stores.base import KEEP_ON_DEVICE, without_records
 from graphckpt.tree import ATOMS, flatten_call, tensors_in
 from graphckpt.undo import Undo
 
@@ -292,7 +292,7 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
     a recomputed block come first.
     """
     if block.recorder is not None:
-        hooks = block.recorder.hooks_below(hooks)
+        hooks = without_records(hooks)
     if is_torch_checkpoint(hooks):
         block.note("PyTorch's checkpoint is around it and recomputes it as well · fix: use one of the two")
     if hooks is None or not block.is_placed:

@@ -23,7 +23,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt._compat_memory import resizes_reported_to
 from graphckpt.ledger.live_memory import StorageLog, when_gone
 from graphckpt.stores import Traffic
-from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
+from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, RecordUnpack, Total
 from graphckpt.tree import storages_of
 from graphckpt.undo import Undo, enter, put_back, scope
 
@@ -95,12 +95,6 @@ class Recorder:
         stored = self.traffic[block].bytes_at["device"] if block in self.traffic else 0
         return self._saved.of_block(block) + stored
 
-    def hooks_below(self, hooks: Any) -> Any:
-        """Returns the hooks that would be active without this recorder, except that it counts in ``pack``."""
-        if hooks is not None and isinstance(hooks[1], _AttributedUnpack):
-            return hooks[0], hooks[1].unpack
-        return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks
-
     @scope
     def watching(self, undo: Undo) -> Iterator[None]:
         undo.append((self.end, ()))
@@ -112,8 +106,9 @@ class Recorder:
         self._outer = active_saved_tensor_hooks()
         # Only the innermost pair of hooks acts in PyTorch: these are for tensors saved outside of blocks, and pass them
         # on to the pair that was active, such as `save_on_cpu`.
-        push_saved_tensor_hooks(self._save_plainly, self._give_back)
-        enter(self._suspension, _suspended_in_transforms(self._save_plainly, self._give_back))
+        hooks = self._save_plainly, _PlainUnpack(self, self._outer)
+        push_saved_tensor_hooks(*hooks)
+        enter(self._suspension, _suspended_in_transforms(*hooks))
         for saved in (self._plain, self._saved):
             enter(self._suspension, resizes_reported_to(saved.resized))
 
@@ -162,7 +157,7 @@ class Recorder:
                     self.live.hold(tensor, None if is_kept else block, packed, saved_by=block if is_saved else None)
             return packed
 
-        return look_and_pack, _AttributedUnpack(self, block, unpack)
+        return look_and_pack, _AttributedUnpack(self, block, look_and_pack, unpack)
 
     def original_forward_ended(self, block: str, arguments: Iterable[torch.Tensor] = ()) -> None:
         """Ends a block's original forward, for which its caller has held ``arguments``."""
@@ -279,28 +274,40 @@ class Recorder:
                 self.live.hold(tensor, None, saved, saved_by=block)
         return saved
 
+
+@final
+class _PlainUnpack(RecordUnpack):
+    """The hook ``unpack`` for tensors that are saved outside of blocks."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: Recorder, next_hooks: tuple[Pack, Unpack] | None) -> None:
+        super().__init__(next_hooks)
+        self._recorder = recorder
+
     @never_compiled
-    def _give_back(self, saved: _PlainlySaved) -> torch.Tensor:
-        self.backward_reads("" if saved.block == REST else saved.block)
-        tensor: torch.Tensor = (self._outer or KEEP_ON_DEVICE)[1](saved.packed)
+    def __call__(self, saved: _PlainlySaved) -> torch.Tensor:
+        self._recorder.backward_reads("" if saved.block == REST else saved.block)
+        tensor: torch.Tensor = (self.next_hooks or KEEP_ON_DEVICE)[1](saved.packed)
         return tensor
 
 
 @final
-class _AttributedUnpack:
+class _AttributedUnpack(RecordUnpack):
     """The hook ``unpack`` of a block, which reports to the recorder whose backward runs."""
 
-    __slots__ = ("_block", "_recorder", "unpack")
+    __slots__ = ("_block", "_recorder", "_unpack")
 
-    def __init__(self, recorder: Recorder, block: str, unpack: Unpack) -> None:
+    def __init__(self, recorder: Recorder, block: str, pack: Pack, unpack: Unpack) -> None:
+        super().__init__((pack, unpack))  # it counts in `pack`
         self._recorder = recorder
         self._block = block
-        self.unpack = unpack
+        self._unpack = unpack
 
     @never_compiled
     def __call__(self, packed: Any) -> torch.Tensor:
         self._recorder.backward_reads(self._block)
-        return self.unpack(packed)
+        return self._unpack(packed)
 
 
 class _PlainlySaved:

@@ -134,6 +134,23 @@ KEEP_ON_DEVICE = (KeptTensor, KeptTensor.get)
 """Saved-tensor hooks that leave tensors on the device, whatever hooks are around them."""
 
 
+class RecordUnpack:
+    """The ``unpack`` of saved-tensor hooks that only record, and pass tensors on."""
+
+    __slots__ = ("next_hooks",)
+
+    def __init__(self, next_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+        self.next_hooks = next_hooks
+        """The hooks that would be active without the record; their ``pack`` may count."""
+
+
+def without_records(hooks: Any) -> Any:
+    """Returns the hooks that would be active without any record: several may be taken at a time."""
+    while hooks is not None and isinstance(hooks[1], RecordUnpack):
+        hooks = hooks[1].next_hooks
+    return hooks
+
+
 class ByteHandle:
     """Stands for bytes in a byte store. Subclasses add the fields that locate them."""
 

@@ -159,13 +159,17 @@ def Outer(self: Any, x: Tensor) -> Tensor:
     return self.inner(x).tanh()
 
 
-def test_a_record_that_begins_within_a_checkpoint_leaves_excluded_children_excluded() -> None:
+@pytest.mark.parametrize("others", [[], ["last"], ["first"]])
+def test_a_record_that_begins_within_a_checkpoint_leaves_excluded_children_excluded(others: list[str]) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(Outer())
+    plain = nn.Sequential(Outer(), Outer())
     wrapped = copy.deepcopy(plain)
     loss_of(plain).backward()
-    handle = graphckpt.apply(wrapped, {"0": True, "0.inner": False})  # records the next forward while it is alive
+    policies = [{"0": True, "0.inner": False}, *({"1": True} for _ in others)]
+    # While it is alive, each handle records the next forward, within those of the handles before it.
+    handles = [graphckpt.apply(wrapped, each) for each in (policies[::-1] if "first" in others else policies)]
     x = torch.ones(3, 4, requires_grad=True)
     graphckpt.checkpoint(wrapped, x).square().sum().backward()
     torch.testing.assert_close(grads(wrapped), grads(plain), rtol=0, atol=0)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
