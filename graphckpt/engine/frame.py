@@ -250,8 +250,11 @@ class Frame(Execution, Call):
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         before = surroundings()
-        outer = before[0]
-        self.number = next(call_numbers) if outer is None or not outer.is_recomputation else outer.frame.number
+        outer = self.outer = before[0]
+        if outer is not None and outer.is_recomputation:
+            self.is_recomputation, self.number = True, outer.frame.number
+        else:
+            self.is_recomputation, self.number = False, next(call_numbers)
         self.is_active = True  # for other threads too, before it reads what they may change
         try:
             return self._run(args, kwargs, before)
@@ -266,8 +269,7 @@ class Frame(Execution, Call):
         if state.is_lazy:  # which the call initializes
             return self._function(*args, **kwargs)
         outer, hooks, _, _ = before  # the frame's own hooks are pushed later
-        self.outer = outer
-        is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
+        is_nested = self.is_recomputation
         self.backward = current_backward()
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
         if self.outer_hooks is None and not block.keeps_on_device:
