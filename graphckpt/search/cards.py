@@ -25,7 +25,7 @@ from graphckpt.search.search import Report
 from graphckpt.search.sized_runs import Figures, SizedRun, SizedRuns
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.op_costs import OpCost
-from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.simulation.profile import DeviceProfile, packaged_gpus
 from graphckpt.units import format_bytes, format_rate, format_seconds
 
 _SORTED_TOKENS = 3072  # above which the backward of an embedding allocates what it does for any larger number
@@ -138,8 +138,7 @@ def compare_cards(model: Any, options: EstimateOptions, batch: int | None, begin
             raise ConfigError(f"--cards: {what} · fix: leave it out, or name one --device")
     begin("reading the config of the model")
     source = read_model(model, options)
-    cards = sorted(map(load_profile, profile_names()), key=lambda card: (card.memory_bytes, card.name))
-    cards = [card for card in cards if card.kind == "cuda"]
+    cards = packaged_gpus()
     rows: dict[str, CardRow] = {}
     while missing := [card for card in cards if card.name not in rows]:
         alike = _Cards(source, missing, begin)

@@ -35,7 +35,7 @@ from graphckpt.search.trainer_lines import TrainingSetup, check_trainer
 from graphckpt.simulation.cluster_profile import ClusterProfile
 from graphckpt.simulation.fake_cluster import cluster_of, simulated_rank
 from graphckpt.simulation.fake_device import FakeDevice
-from graphckpt.simulation.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.simulation.profile import DeviceProfile, load_profile, packaged_gpus
 from graphckpt.simulation.quantized import num_parameters, quantized_phrase
 from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
@@ -198,7 +198,7 @@ def estimate_model(
     begin(f"building {source.architecture}")
     network = network_of(options, machine)
     with simulated_rank(options.world_size, None, machine, network) as simulated, step_errors(source):
-        fake = FakeDevice(machine, is_padded=False, cluster=simulated, others=map(load_profile, profile_names()))
+        fake = FakeDevice(machine, is_padded=False, cluster=simulated, others=packaged_gpus())
         with fake.building():
             module, step_fn, optimizers = source.make(machine.kind)
         with frozen_objects(), without_value_checks():
@@ -238,7 +238,7 @@ def estimate_model(
         notes += _uneven_note(module, options.world_size)
     devices, other_devices = _devices_with(
         min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values()),
-        fake.alike,
+        {gpu.name for gpu in fake.alike},
         needs_flash=options.attention == "flash",
     )
     return Estimate(
@@ -270,18 +270,11 @@ def _has_flash_attention(machine: DeviceProfile) -> bool:
     return (machine.capability or (8, 0)) >= (8, 0)
 
 
-def _devices_with(
-    num_bytes: int, alike: Sequence[DeviceProfile], *, needs_flash: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the packaged GPUs with as much memory, smallest first: those that are alike, and the others."""
-    profiles = sorted(map(load_profile, profile_names()), key=lambda profile: profile.memory_bytes)
-    cards = [one for one in profiles if one.kind == "cuda" and one.memory_bytes >= num_bytes]
-    cards = [card for card in cards if _has_flash_attention(card) or not needs_flash]
-    names = {card.name for card in alike}
-    return (
-        tuple(card.name for card in cards if card.name in names),
-        tuple(card.name for card in cards if card.name not in names),
-    )
+def _devices_with(num_bytes: int, alike: set[str], *, needs_flash: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the packaged GPUs with as much memory, smallest first: those that are ``alike``, and the others."""
+    gpus = [gpu for gpu in packaged_gpus() if gpu.memory_bytes >= num_bytes]
+    names = [gpu.name for gpu in gpus if not needs_flash or _has_flash_attention(gpu)]
+    return tuple(name for name in names if name in alike), tuple(name for name in names if name not in alike)
 
 
 def _check_policy(options: EstimateOptions) -> None:

@@ -179,6 +179,12 @@ def profile_names() -> list[str]:
     return packaged_names("device")
 
 
+def packaged_gpus() -> list[DeviceProfile]:
+    """Returns the packaged profiles of GPUs, that with the smallest memory first."""
+    gpus = (device for device in map(load_profile, profile_names()) if device.kind == "cuda")
+    return sorted(gpus, key=lambda gpu: (gpu.memory_bytes, gpu.name))
+
+
 def _faults(device: DeviceProfile) -> list[str]:
     faults = [*value_faults(device, above_zero=_ABOVE_ZERO, from_zero=_FROM_ZERO_ON)]
     if device.kind not in _KINDS:

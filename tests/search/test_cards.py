@@ -13,9 +13,9 @@ from transformers import LlamaConfig, MixtralConfig, ViTConfig
 import graphckpt
 from graphckpt.cli import main
 from graphckpt.errors import ConfigError
-from graphckpt.search import cards as module
 from graphckpt.search.cards import CardTable, compare_cards
 from graphckpt.search.estimate_options import EstimateOptions
+from graphckpt.simulation import profile
 from graphckpt.simulation.profile import load_profile
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -25,7 +25,7 @@ NAMES = ["t4", "v100-32g", "a10g", "rtx4090", "h100"]
 
 @pytest.fixture(autouse=True)
 def _few_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "profile_names", lambda: [*NAMES, "cpu"])
+    monkeypatch.setattr(profile, "profile_names", lambda: [*NAMES, "cpu"])
 
 
 def table_of(model: Any = LLAMA, *, batch: int | None = None, **options: Any) -> tuple[CardTable, list[str]]:
@@ -86,7 +86,7 @@ class TestLargest:
         assert estimate.policies["full"].nvidia_smi_bytes == full.nvidia_smi_bytes
 
     def test_a_step_that_is_not_linear_in_the_batch_runs_at_each_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "profile_names", lambda: ["t4"])
+        monkeypatch.setattr(profile, "profile_names", lambda: ["t4"])
         config = MixtralConfig(**SIZES, num_key_value_heads=2, vocab_size=256, num_local_experts=3)
         table, runs = table_of(config, policy="keep")
         one = table.rows[0].policies["keep"]
