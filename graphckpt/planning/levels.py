@@ -297,6 +297,24 @@ class LevelTable:
         if not is_sample:
             self._proposed[marks] = None
 
+    def add_rest(self, table: LevelTable, plan: Sequence[int], scale: float) -> None:
+        """Adds what a run of a step with another batch exceeded its rows by, for a plan that has not run in this step.
+
+        Args:
+            table: That of the other step, which has the same calls.
+            plan: The options of its blocks.
+            scale: How much more a call of this step retains.
+        """
+        marks, others = _marks(plan, ()), dict(zip(table.calls.base, table.rest(plan), strict=True))
+        if marks not in self._rests:
+            rests = [np.maximum(0, others[interval]) if interval in others else [0, 0] for interval in self.calls.base]
+            self._rests[marks] = np.ceil(scale * np.array(rests)).astype(np.int64)
+            self._proposed[marks] = None
+            # Plans between that one and the base, which is off by nothing, have a share of it.
+            base = _marks([self.base_option] * len(plan), ())
+            self._rests.setdefault(base, np.zeros_like(self._rests[marks]))
+            self._proposed[base] = None
+
     def rest(self, plan: Sequence[int], runs: Runs = ()) -> NDArray[np.int64]:
         """Returns what runs near to a plan were off by: bytes at the start and at the peak of each interval.
 

@@ -58,6 +58,7 @@ from graphckpt.units import format_sizes
 
 MOST_UPDATES = 8  # until there is a plan that was checked
 _CHECKS = 2  # another plan may run other ops at its peak
+_CHECKS_ANEW = 4  # what smaller batches have shown is scaled to what it can be at most
 
 
 # Note [The states of a live plan]
@@ -352,7 +353,7 @@ class LivePlan:
             self._say_progress()
             if self._table is None or self._is_warm_up:
                 classes = block_classes(Blocks(self._blocks), updates[0].levels)
-                self._table = UpdateTable(classes, self._base_option, len(self._candidates.options))
+                self._table = self._candidates.table(classes)
             self._table.add(updates)
             is_last = self._num_measured >= self._most_updates - _CHECKS
             creates_states = any(each.creates_states for each in updates)
@@ -398,6 +399,7 @@ class LivePlan:
             if not updates:
                 return False
             self._checks_left -= 1
+            self._table.add_runs(updates)
             peak = max(each.levels.peak_bytes for each in updates)
             exceeds = peak > max(plan.budget_bytes, plan.predicted_peak_bytes) and self._budget != "min"
             if exceeds:
@@ -410,7 +412,7 @@ class LivePlan:
                 off = max(each.levels.peak_bytes - self._predicted_peak(each.key, plan) for each in updates)
                 if off <= 0:
                     return False
-            plan, levels = corrected(plan, off), highest_levels(of_largest)
+            plan, levels = corrected(plan, off), highest_levels(each.levels.levels for each in of_largest)
             dialogue.tell(choice, CheckedPlan(plan, StepRun(levels, 0.0), plan.predicted_peak_bytes), levels)
             # No update would check a further plan: then one that has fitted stays.
             best = None if self._checks_left else dialogue.best
@@ -447,7 +449,7 @@ class LivePlan:
             self._begin_dialogue(planner, self._limit(planner, group), or_lowest=True)
         self._num_replans += 1
         self._next_replan = self._num_updates + 2**self._num_replans
-        self._checks_left = int(self._options.check)
+        self._checks_left = _CHECKS_ANEW if self._options.check else 0
         self._report("planned again, for the largest batch so far")
         return True
 

@@ -22,6 +22,7 @@ from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.update_table import UpdateKey, UpdateTable
 from graphckpt.rules.basic import Full
+from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import Store, parse_offload
 from graphckpt.stores.placement import placement_of
 
@@ -42,6 +43,11 @@ class Candidates:
     is_base_allowed: bool = True
     """Whether plans may have ``full``."""
     notes: Sequence[str] = ()
+
+    def table(self, classes: Sequence[int]) -> UpdateTable:
+        """Returns an empty table for blocks of these classes."""
+        selective = (number for number, option in enumerate(self.options) if isinstance(option.rule, Selective))
+        return UpdateTable(classes, self.base, len(self.options), frozenset(selective))
 
     def on_device(self, number: int) -> int:
         """Returns the option with the same rule that offloads nothing."""

@@ -7,20 +7,21 @@ Equal blocks of one update are compared with each other, so that each update has
     base     full full full full full       the levels of the update, minus what `keep` retains while it is open
 
 So updates with other batches do not disturb each other. Where a batch shows an option that a larger one does not, the
-row is scaled by the rise in backward under ``full``, which has nearly all that an option can retain. No torch.
+row is scaled as what recomputations under ``full`` add; and what plans were off by in a smaller batch is expected of
+them in a larger one. No torch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
 from graphckpt.planning.intervals import Interval, LevelLog, LevelSpan, Phase, StepReadings
-from graphckpt.planning.levels import Calls, LevelTable, Rise
+from graphckpt.planning.levels import Calls, IntervalLevel, LevelTable, Rise
 
 InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 """The largest input of each module around the blocks, by name, in elements. Updates of equal sizes are compared."""
@@ -46,8 +47,22 @@ class UpdateRow(NamedTuple):
     rise_forward: int
     rise_backward: int
 
-    def scaled(self, factor: float) -> UpdateRow:
-        return self if factor == 1 else UpdateRow(*(ceil(value * factor) for value in self))
+    def scaled(self, retained: float, rises: float, bound: UpdateRow | None) -> UpdateRow:
+        """Returns the row for a larger batch: with more of what is retained and of rises, up to a bound."""
+        factors = retained, retained, retained, rises, rises
+        row = UpdateRow(*(ceil(value * factor) for value, factor in zip(self, factors, strict=True)))
+        if bound is None:
+            return row
+        row = row._replace(**{name: min(getattr(row, name), bound.retained) for name in ("retained", "retained_later")})
+        most = bound.retained + bound.rise_backward - max(row.retained, row.retained_later)
+        return row._replace(rise_backward=min(row.rise_backward, most))
+
+    def within(self, retained: int) -> UpdateRow:
+        """Returns the row with at most ``retained`` bytes until backward, and the same peak there."""
+        retained = min(self.retained, retained)
+        return self._replace(
+            retained=retained, retained_later=retained, rise_backward=self.rise_backward + self.retained - retained
+        )
 
 
 _Border: TypeAlias = tuple[tuple[int, int, bool], ...]
@@ -78,6 +93,8 @@ class _CallReadings:
     rises_backward: list[int] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
     """Added by a recomputation."""
+    allocated: list[int] = field(default_factory=list)
+    """In the forward."""
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
 
@@ -133,11 +150,11 @@ class PlannedUpdate:
         return cls(StepReadings.from_message(levels), options, sizes_by_name, creates_states)
 
 
-def highest_levels(updates: Sequence[PlannedUpdate]) -> LevelLog:
+def highest_levels(logs: Iterable[LevelLog]) -> LevelLog:
     """Returns the levels of an update, as those of the processes that have run it are at their highest."""
     levels: dict[Interval, LevelSpan] = {}
-    for update in updates:
-        for interval, own in update.levels.levels.items():
+    for log in logs:
+        for interval, own in log.items():
             levels[interval] = LevelSpan(*map(max, own, levels.get(interval, own)))
     return levels
 
@@ -154,13 +171,19 @@ class UpdateTable:
         classes: The class of each block; blocks of one class are equal.
         base_option: The number of ``full``, which recomputes the block.
         num_options: The number of options.
+        selective: The numbers of those that keep results of ops, which backward may not need.
     """
 
-    def __init__(self, classes: Sequence[int], base_option: int, num_options: int) -> None:
+    def __init__(
+        self, classes: Sequence[int], base_option: int, num_options: int, selective: Collection[int] = ()
+    ) -> None:
         self.classes = classes
         self.base_option = base_option
         self.num_options = num_options
+        self._selective = frozenset(selective)
         self._updates: dict[UpdateKey, list[PlannedUpdate]] = {}
+        self._runs: dict[tuple[UpdateKey, tuple[int, ...]], list[PlannedUpdate]] = {}
+        """Updates under plans, by key and plan, as each process has run them."""
         self._readings: dict[tuple[InputSizes, _Kind, int], _CallReadings] = {}
         self._own_rises: dict[tuple[UpdateKey, int, int], tuple[int, int]] = {}
         """The rises of a call under an option, by the key of the update, the call and the option."""
@@ -179,6 +202,15 @@ class UpdateTable:
         for update in updates:
             self._updates.setdefault(update.key, []).append(update)
             self._read(update)
+
+    def add_runs(self, updates: Sequence[PlannedUpdate]) -> None:
+        """Adds one update under a plan, as each process has run it, for plans for larger batches.
+
+        The present tables are told by their planner.
+        """
+        for update in updates:
+            if update.key in self._updates:
+                self._runs.setdefault((update.key, tuple(update.options)), []).append(update)
 
     @property
     def largest(self) -> UpdateKey:
@@ -243,7 +275,21 @@ class UpdateTable:
                     moved = span.raised(self.start_bytes + span.start - level.start)
                     base[level.interval] = LevelSpan(*map(max, moved, base.get(level.interval, moved)))
             self._tables[key] = self._table_over(self._updates[key][0], base)
+            self._add_runs_to(key)
         return self._tables[key]
+
+    def _add_runs_to(self, key: UpdateKey) -> None:
+        """Adds the runs of updates of a key to its table, and what others were off by, scaled."""
+        table = self._tables[key]
+        for (own, plan), updates in self._runs.items():
+            if own == key:
+                spans = highest_levels(update.levels.spans for update in updates).items()
+                levels = (IntervalLevel(interval, span.start, span.peak) for interval, span in spans)
+                table.add_run((level.raised(self.start_bytes) for level in levels), plan)
+        for own, plan in self._runs:
+            if own[1] == key[1] and own != key:
+                scale = max(self._scale(own[0], key[0], kind) for kind in self._kinds(self._updates[key][0]))
+                table.add_rest(self.levels(own), plan, scale)
 
     def _table_over(self, update: PlannedUpdate, spans: LevelLog) -> LevelTable:
         """Returns a table with the terms that updates have shown, and a base relative to the start of an update."""
@@ -304,6 +350,7 @@ class UpdateTable:
             if interval.phase is Phase.FORWARD:
                 readings.rises_forward.append(rise)
                 readings.forward_seconds.append(seconds)
+                readings.allocated.append(levels.allocated.get(interval, 0))
                 readings.added[()].append(span.end - span.start)
                 if after is not None and end:
                     readings.added[end].append(levels.spans[after].start - span.start)
@@ -345,7 +392,7 @@ class UpdateTable:
     def _row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
         entry = sizes, kind, option
         if entry not in self._rows:
-            self._rows[entry] = self._read_row(*entry) or self._highest_row(sizes, kind)
+            self._rows[entry] = self._read_row(*entry) or self._highest_row(*entry)
         return self._rows[entry]
 
     def _read_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
@@ -363,14 +410,30 @@ class UpdateTable:
                 for other in alike:
                     row = self._row_read(other_sizes, other, option, full_readings(other_sizes, other))
                     if row is not None:
-                        return row.scaled(self._scale(other_sizes, sizes, other))
+                        if other_sizes == sizes or option == self.base_option:
+                            return row
+                        scales = (each(other_sizes, sizes, other) for each in (self._scale, self._rise_scale))
+                        return row.scaled(*scales, bound=self._bound(sizes, kind, option))
         return None
 
     def _scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
+        """Returns how much more an option retains of a batch of ``sizes`` than of ``other``, at most."""
+        full, larger = self._full(other, kind), self._full(sizes, kind)
+        if full is None or larger is None or not (full.recomputed and larger.recomputed):
+            return _ratio(sizes, other)
+        # What a recomputation adds has parts that no option retains. They count as those of any batch, such as
+        # autocast's copies of weights: parts that grow, such as the output of the block, would make it less.
+        before, growth = max(full.recomputed), max(larger.recomputed) - max(full.recomputed)
+        keep = self._row_read(other, kind, 0, full)
+        retained = before if keep is None or not 0 < keep.retained < before else keep.retained
+        return (retained + growth) / retained if retained + growth > 0 else _ratio(sizes, other)
+
+    def _rise_scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
+        """Returns how much more a call rises with a batch of ``sizes`` than with ``other``: gradients of weights do not."""
         rises = [
             max(readings.rises_backward, default=0)
             for each in (other, sizes)
-            if (readings := self._readings.get((each, kind, self.base_option))) is not None
+            if (readings := self._full(each, kind)) is not None
         ]
         return rises[1] / rises[0] if len(rises) == 2 and all(rises) else _ratio(sizes, other)
 
@@ -403,17 +466,29 @@ class UpdateTable:
             later = retained if freed is None else max(retained, freed)
         return UpdateRow(retained, later, max(0, (freed or 0) - later), *rises)
 
-    def _highest_row(self, sizes: InputSizes, kind: _Kind) -> UpdateRow:
-        """Returns a bound of what an option that was not read takes: a recomputation creates all that it can retain."""
-        full = self._read_row(sizes, kind, self.base_option)
+    def _highest_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
+        """Returns a bound of what an option that was not read takes."""
+        row = self._bound(sizes, kind, option)
+        keep = None if row is None else self._read_row(sizes, kind, 0)
+        if row is None or keep is None:
+            return row or _NO_ROW
+        return row if option in self._selective else row.within(max(keep.retained, keep.retained_later))
+
+    def _bound(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
+        """Returns the most that an option can take: a recomputation creates all that it can retain.
+
+        Results of ops that a rule keeps may be freed by a recomputation, so that all that the forward allocates counts.
+        """
+        full, readings = self._read_row(sizes, kind, self.base_option), self._full(sizes, kind)
         if full is None:
-            return _NO_ROW
-        bound = retained = full.rise_backward
-        if (readings := self._full(sizes, kind)) is not None and readings.recomputed:
-            retained = min(bound, max(readings.recomputed))
-        if (keep := self._read_row(sizes, kind, 0)) is not None:
-            retained = min(retained, max(keep.retained, keep.retained_later))
-        return UpdateRow(retained, retained, 0, max(bound, full.rise_forward), bound - retained)
+            return None
+        retained, rise = full.rise_backward, full.rise_backward
+        if readings is not None and readings.recomputed:
+            retained = min(rise, max(readings.recomputed))
+        if option in self._selective and readings is not None:
+            unsaved = max(0, max(readings.allocated, default=0) - retained)
+            retained, rise = retained + unsaved, rise + unsaved
+        return UpdateRow(retained, retained, 0, max(rise, full.rise_forward), rise - retained)
 
     def _full_seconds(self, sizes: InputSizes, kind: _Kind) -> tuple[float, float]:
         for other_sizes in sorted({each for each, _, _ in self._readings}, key=lambda each: (each != sizes, each)):
