@@ -176,6 +176,8 @@ class LivePlan:
         """The options of blocks in the next update, until there is a plan."""
         self._turn_sizes: dict[str, int] = {}
         """The largest inputs that they are safe for."""
+        self._is_trial = False
+        """Whether the present plan is to show what options take that the largest update has not shown."""
         self._dialogue: Dialogue | None = None
         """Finds the plan; ``None`` until all options have been shown."""
         self._choice: PolicyChoice | None = None
@@ -368,6 +370,8 @@ class LivePlan:
                 room = planner.room(self._turn, limit.num_bytes)
                 self._turn_sizes = {name: int(room * size) for name, size in planner.key[0]}
                 return False
+            checks = self._most_updates - self._num_measured if self._options.check else 0
+            self._checks_left = min(_CHECKS, checks)
             try:
                 self._begin_dialogue(planner, limit)
             except PlanError:
@@ -375,8 +379,6 @@ class LivePlan:
                     raise
                 self._begin_anew()
                 return False
-        self._checks_left = self._most_updates - self._num_measured if self._options.check else 0
-        self._checks_left = min(_CHECKS, self._checks_left)
         return True
 
     def _begin_anew(self) -> None:
@@ -399,7 +401,6 @@ class LivePlan:
             if not updates:
                 return False
             self._checks_left -= 1
-            self._table.add_runs(updates)
             peak = max(each.levels.peak_bytes for each in updates)
             exceeds = peak > max(plan.budget_bytes, plan.predicted_peak_bytes) and self._budget != "min"
             if exceeds:
@@ -410,19 +411,34 @@ class LivePlan:
                 off = max(each.levels.peak_bytes for each in of_largest) - plan.predicted_peak_bytes
             else:  # a smaller batch proves less: only how much more is needed than predicted for it
                 off = max(each.levels.peak_bytes - self._predicted_peak(each.key, plan) for each in updates)
-                if off <= 0:
+                if off <= 0 and not self._is_trial:
                     return False
             plan, levels = corrected(plan, off), highest_levels(each.levels.levels for each in of_largest)
-            dialogue.tell(choice, CheckedPlan(plan, StepRun(levels, 0.0), plan.predicted_peak_bytes), levels)
+            (self._table.add if self._is_trial else self._table.add_runs)(updates)
+            planner = self._planner(group)
+            dialogue = dialogue.renewed(planner.planner, margin=planner.margin(dialogue.limit))
+            if of_largest or off > 0:
+                dialogue.tell(choice, CheckedPlan(plan, StepRun(levels, 0.0), plan.predicted_peak_bytes), levels)
+            self._dialogue = dialogue
             # No update would check a further plan: then one that has fitted stays.
             best = None if self._checks_left else dialogue.best
-            best = best or dialogue.ask() or dialogue.best
+            best = best or self._propose(planner) or dialogue.best
             is_best = not exceeds if best is None else best.key == choice.key
             if not is_best:
                 self._choose(best, plan.headroom_bytes, or_lowest=True)
             elif of_largest:
                 self.plan, self._checks_left = plan, 0
         return not is_best
+
+    def _propose(self, planner: UpdatePlanner) -> PolicyChoice | None:
+        """Returns what is to run next: a trial of what the largest update has not shown, or else the fastest plan."""
+        dialogue = self._dialogue
+        assert dialogue is not None
+        turn, limit = None, dialogue.limit
+        if self._checks_left > 1 and limit is not None and not (planner.is_exact or planner.fits_plain(limit)):
+            turn = planner.next_turn(limit, is_first=False, only_keep=False, of_largest=True)
+        self._is_trial = turn is not None
+        return dialogue.ask() if turn is None else planner.planner.search.evaluate(turn)
 
     def _predicted_peak(self, key: UpdateKey, plan: Plan) -> int:
         """Returns the peak of a smaller update under the plan; of one that is not in the table that of the plan."""
@@ -445,11 +461,11 @@ class LivePlan:
                 return False
             assert self._table is not None
             self._table.add(updates)
+            self._checks_left = _CHECKS_ANEW if self._options.check else 0
             planner = self._planner(group)
             self._begin_dialogue(planner, self._limit(planner, group), or_lowest=True)
         self._num_replans += 1
         self._next_replan = self._num_updates + 2**self._num_replans
-        self._checks_left = _CHECKS_ANEW if self._options.check else 0
         self._report("planned again, for the largest batch so far")
         return True
 
@@ -488,7 +504,7 @@ class LivePlan:
         """Chooses the first plan for the updates of the table; raises PlanError if none fits."""
         margin = planner.margin(limit.num_bytes)
         self._dialogue = Dialogue(planner.planner, limit.num_bytes, margin=margin, is_cautious=True)
-        self._choose(self._dialogue.ask(), limit.headroom, or_lowest=or_lowest)
+        self._choose(self._propose(planner), limit.headroom, or_lowest=or_lowest)
 
     def _choose(self, choice: PolicyChoice | None, headroom: int, *, or_lowest: bool = False) -> None:
         """Makes the plan of a choice the present one; without a choice that of the lowest peak, or raises PlanError."""

@@ -267,6 +267,14 @@ class Dialogue:
         self._is_cautious = is_cautious
         self._candidates: dict[PolicyKey, PolicyChoice] = {}
         self.runs: dict[PolicyKey, CheckedPlan] = {}
+        self._levels: dict[PolicyKey, LevelLog] = {}
+
+    def renewed(self, planner: Planner, *, margin: int) -> Dialogue:
+        """Returns this dialogue with a planner that knows more."""
+        dialogue = Dialogue(planner, self.limit, margin=margin, is_cautious=self._is_cautious, gap=self._first_gap)
+        for key, choice in self._candidates.items():
+            dialogue.tell(choice, self.runs[key], self._levels[key])
+        return dialogue
 
     @property
     def best(self) -> PolicyChoice | None:
@@ -278,7 +286,7 @@ class Dialogue:
 
     def tell(self, choice: PolicyChoice, run: CheckedPlan, levels: LevelLog, *, is_candidate: bool = True) -> None:
         """Takes in a run under a choice, with those levels of it that are the same for all processes."""
-        self.runs[choice.key] = run
+        self.runs[choice.key], self._levels[choice.key] = run, levels
         if is_candidate:
             self._candidates[choice.key] = choice
         self.planner.search.add_run(choice, run.needed_bytes - run.gap_bytes, levels)

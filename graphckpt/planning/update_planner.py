@@ -143,7 +143,9 @@ class UpdatePlanner:
     def is_plain_known(self) -> bool:
         return all(0 in self.allowed[kind] for kind in self.called_classes)
 
-    def next_turn(self, limit: int | None, *, is_first: bool, only_keep: bool) -> list[int] | None:
+    def next_turn(
+        self, limit: int | None, *, is_first: bool, only_keep: bool, of_largest: bool = False
+    ) -> list[int] | None:
         """Returns the options of the next update, which measure what is not known yet; ``None`` if nothing fits.
 
         Args:
@@ -151,8 +153,9 @@ class UpdatePlanner:
             is_first: Whether updates are compared from the next one on: a block without an equal one then is
                 recomputed, to compare it with itself.
             only_keep: Whether other options than ``keep`` are of no interest.
+            of_largest: Whether only what the largest update has shown is known.
         """
-        base = self.table.base_option
+        base, is_known = self.table.base_option, self.table.is_exact if of_largest else self.table.has_read
         turn = [base] * len(self.names)
         classes = self.called_classes
         free = {kind: list(self._positions(kind)) for kind in classes}
@@ -160,7 +163,7 @@ class UpdatePlanner:
             classes = [kind for kind in classes if len(self._alike(kind)) > 1]
         for option in range(1 if only_keep else len(self.candidates.options)):
             for kind in classes:
-                if option == base or self.table.has_read(kind, option):
+                if option == base or is_known(kind, option):
                     continue
                 for block in free[kind]:
                     if len(self._alike(kind)) > 1 and self._has_neighbour(turn, block):

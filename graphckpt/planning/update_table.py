@@ -195,22 +195,24 @@ class UpdateTable:
 
     def add(self, updates: Sequence[PlannedUpdate]) -> None:
         """Adds one update, as each of the processes that plan together has run it."""
-        self._rows.clear()
-        self._tables.clear()
-        self._largest = None
+        self._forget()
         self.start_bytes = max(update.next_start_bytes for update in updates)
         for update in updates:
             self._updates.setdefault(update.key, []).append(update)
             self._read(update)
 
     def add_runs(self, updates: Sequence[PlannedUpdate]) -> None:
-        """Adds one update under a plan, as each process has run it, for plans for larger batches.
-
-        The present tables are told by their planner.
-        """
+        """Adds one update under a plan, as each process has run it: it shows what rows do not explain."""
+        self._forget()
         for update in updates:
             if update.key in self._updates:
                 self._runs.setdefault((update.key, tuple(update.options)), []).append(update)
+
+    def _forget(self) -> None:
+        """Forgets what follows from readings."""
+        self._rows.clear()
+        self._tables.clear()
+        self._largest = None
 
     @property
     def largest(self) -> UpdateKey:
@@ -288,7 +290,7 @@ class UpdateTable:
                 table.add_run((level.raised(self.start_bytes) for level in levels), plan)
         for own, plan in self._runs:
             if own[1] == key[1] and own != key:
-                scale = max(self._scale(own[0], key[0], kind) for kind in self._kinds(self._updates[key][0]))
+                scale = max(self._rise_scale(own[0], key[0], kind) for kind in self._kinds(self._updates[key][0]))
                 table.add_rest(self.levels(own), plan, scale)
 
     def _table_over(self, update: PlannedUpdate, spans: LevelLog) -> LevelTable:
