@@ -10,6 +10,8 @@
     a larger    every block is recomputed            is noticed before its first block runs, and measured; the plan made
     batch                                            after 4, 8, 16, ... updates counts it in; for a Graph in one
                                                      process it is made right after this update
+    then        most blocks are recomputed, some     shows what options take of that batch that only smaller ones have
+                have other options                   shown, if not all fits anyway; then as above
 
 Recomputing every block takes little memory, so that a step fits before there is a plan for it. Other options are tried
 on as many blocks as surely fit. A step without a backward, such as one that the loop skips, shows nothing: the next one
@@ -155,8 +157,9 @@ class LivePlan:
         self._safe_sizes: Sequence[Mapping[str, int]] | None = None
         """The largest inputs of each update that the present policies fit; ``None`` if every block is recomputed."""
         self._table: UpdateTable | None = None
-        self._is_warm_up = True
-        """Whether the table has nothing but an update that has created states of optimizers."""
+        self._is_warm_up, self._is_trial = True, False
+        """Whether the table has nothing but an update that has created states of optimizers; whether the present plan
+        is a trial of what the largest update has not shown."""
         self._larger: PlannedUpdate | None = None
         """The largest update since the plan was made, if it was larger than planned for."""
         self.plan: Plan | None = None
@@ -176,8 +179,6 @@ class LivePlan:
         """The options of blocks in the next update, until there is a plan."""
         self._turn_sizes: dict[str, int] = {}
         """The largest inputs that they are safe for."""
-        self._is_trial = False
-        """Whether the present plan is to show what options take that the largest update has not shown."""
         self._dialogue: Dialogue | None = None
         """Finds the plan; ``None`` until all options have been shown."""
         self._choice: PolicyChoice | None = None
@@ -434,11 +435,9 @@ class LivePlan:
         """Returns what is to run next: a trial of what the largest update has not shown, or else the fastest plan."""
         dialogue = self._dialogue
         assert dialogue is not None
-        turn, limit = None, dialogue.limit
-        if self._checks_left > 1 and limit is not None and not (planner.is_exact or planner.fits_plain(limit)):
-            turn = planner.next_turn(limit, is_first=False, only_keep=False, of_largest=True)
-        self._is_trial = turn is not None
-        return dialogue.ask() if turn is None else planner.planner.search.evaluate(turn)
+        trial = planner.trial(dialogue.limit) if self._checks_left > 1 else None
+        self._is_trial = trial is not None
+        return trial or dialogue.ask()
 
     def _predicted_peak(self, key: UpdateKey, plan: Plan) -> int:
         """Returns the peak of a smaller update under the plan; of one that is not in the table that of the plan."""

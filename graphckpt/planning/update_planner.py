@@ -18,7 +18,7 @@ from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.update_table import UpdateKey, UpdateTable
 from graphckpt.rules.basic import Full
@@ -176,6 +176,16 @@ class UpdatePlanner:
                             free[kind].clear()
                         break
         return None if set(turn) == {base} else turn
+
+    def trial(self, limit: int | None) -> PolicyChoice | None:
+        """Returns what shows options that only smaller updates have shown, if that fits and is needed for a plan."""
+        if limit is None or self.is_exact or self.fits_plain(limit):
+            return None
+        turn = self.next_turn(limit, is_first=False, only_keep=False, of_largest=True)
+        if turn is None:
+            return None
+        seconds = sum(sum(self.table.seconds(block, option)) for block, option in enumerate(turn))
+        return PolicyChoice(tuple(turn), self.table.peak(turn), seconds)
 
     def _has_neighbour(self, turn: Sequence[int], block: int) -> bool:
         """Whether a block next to this one has another option than ``full``."""

@@ -414,8 +414,8 @@ class UpdateTable:
                     if row is not None:
                         if other_sizes == sizes or option == self.base_option:
                             return row
-                        scales = (each(other_sizes, sizes, other) for each in (self._scale, self._rise_scale))
-                        return row.scaled(*scales, bound=self._bound(sizes, kind, option))
+                        retained, rises = (s(other_sizes, sizes, other) for s in (self._scale, self._rise_scale))
+                        return row.scaled(retained, rises, self._bound(sizes, kind, option))
         return None
 
     def _scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
@@ -431,7 +431,7 @@ class UpdateTable:
         return (retained + growth) / retained if retained + growth > 0 else _ratio(sizes, other)
 
     def _rise_scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
-        """Returns how much more a call rises with a batch of ``sizes`` than with ``other``: gradients of weights do not."""
+        """Returns how much more a call rises with a batch of ``sizes`` than with ``other``."""
         rises = [
             max(readings.rises_backward, default=0)
             for each in (other, sizes)

@@ -292,7 +292,12 @@ def test_larger_batches_are_recomputed_and_planned_for_at_once(plain: Case) -> N
     assert not case.is_planning
     case.call(larger)
     assert case.peaks[-1] <= sizes_of(0.8, plain), "every block was recomputed"
+    assert case.flags().count(None) < small.count(None), "a plan was made at once"
+    for _ in range(4):  # which shows what only smaller batches have shown, before the fastest one is applied
+        case.call(larger)
+        assert case.peaks[-1] <= sizes_of(0.8, plain)
     large = case.flags()
+    assert None in large
     assert large.count(None) < small.count(None)
     forwards = case.num_forwards
     for x in (larger, case.x, larger, case.x, case.x[:17]):
@@ -689,7 +694,7 @@ class TwoRoots(Graph):
 
 def test_roots_can_be_the_blocks() -> None:
     graph = TwoRoots()
-    for rows in (64, 64, 64, 64, 128, 64):
+    for rows in (64, 64, 64, 64, 128, 64, 64, 64, 64):
         graph(torch.ones(rows, D))
     assert graph._auto_plan is not None
     live = graph._auto_plan._live

@@ -15,6 +15,11 @@ from graphckpt.ledger.live_memory import LiveBytes
 def tracked_peak(model: nn.Module, step: Callable[[], object], optimizers: Iterable[Optimizer] = ()) -> int:
     """Returns the most bytes that are alive during a second step; it may leave gradients for the next one."""
     step()
+    return peak_of(model, step, optimizers)
+
+
+def peak_of(model: nn.Module, step: Callable[[], object], optimizers: Iterable[Optimizer] = ()) -> int:
+    """Returns the most bytes that are alive during a step."""
     state = [v for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     live = LiveBytes(record_timeline=False)
     live.track([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *state])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.layer_stacks import tiny_gpt2
-from helpers.peaks import tracked_peak
+from helpers.peaks import peak_of, tracked_peak
 from torch import Tensor, nn
 
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
@@ -40,12 +40,15 @@ class Stages(nn.Module):
 def built(name: str) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
     """Returns a model, and its loss for a batch of some length."""
     torch.manual_seed(0)
+    if name.endswith(" autocast"):
+        model, plain_loss = built(name.removesuffix(" autocast"))
+        return model, torch.autocast("cpu", torch.bfloat16)(plain_loss)
     if name == "conv":
         return ConvNet(), lambda model, length: model(torch.ones(4, 3, 16, length)).square().mean()
     if name == "stages":
         return Stages(), lambda model, length: model(torch.ones(8 * length, 8)).square().mean()
     if name == "gpt2":
-        model: nn.Module = tiny_gpt2()
+        model = tiny_gpt2()
     else:
         one = next(each for each in ARCHITECTURES if each.name == name)
         model = type(one.build())(type(one.build()).config_class(**{**one.config, "num_hidden_layers": 4})).train()
@@ -66,6 +69,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         options = PlanOptions(select="layers.*" if name == "stages" else None, progress=False)
         self.live = None if budget is None else LivePlan(self.model, budget, options, print)
+        self.peaks: list[int] = []
+        """Those of all updates, whether the planner measures them or not."""
 
     def update(self, length: int) -> float:
         loss = self._loss(self.model, length)
@@ -80,7 +85,8 @@ class Training:
         for length in lengths:
             if self.live is not None:
                 self.live.begin_step()
-            losses.append(self.update(length))
+            update = partial(self.update, length)
+            self.peaks.append(peak_of(self.model, lambda: losses.append(update()), [self.optimizer]))
             if self.live is not None:
                 self.live.end_step()
         return losses
@@ -125,3 +131,25 @@ def test_a_training_is_planned_within_eight_updates_and_keeps_its_bits(
     assert planned.peak(24) == pytest.approx(plan.predicted_peak_bytes, rel=0.001)
     if name == "stages" and share == 0.7:
         assert 0 < len(plan.policies) < len(plan.rows)
+
+
+GROWING = [8, 8, 8, 12, 16, 16, *[24] * 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "lengths"),
+    [
+        *((name, share, GROWING) for share in (0.3, 0.9) for name in ("conv", "stages", "gpt2 autocast")),
+        *((name, 0.05, EQUAL) for name in ("stages", "bert")),
+        ("gpt2 autocast", 0.3, VARIED),
+    ],
+)
+def test_no_update_exceeds_its_budget(name: str, share: float, lengths: list[int]) -> None:
+    losses, least, highest = unplanned(name, tuple(lengths))
+    budget = int(least + share * (highest - least))
+    planned = Training(name, budget)
+    assert planned.run(lengths) == losses
+    assert max(planned.peaks) <= budget, planned.peaks
+    assert planned.live is not None
+    assert planned.live.plan is not None
+    assert share < 0.9 or planned.peaks[-1] > least
