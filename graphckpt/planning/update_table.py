@@ -54,8 +54,8 @@ class UpdateRow(NamedTuple):
         if bound is None:
             return row
         row = row._replace(**{name: min(getattr(row, name), bound.retained) for name in ("retained", "retained_later")})
-        most = bound.retained + bound.rise_backward - max(row.retained, row.retained_later)
-        return row._replace(rise_backward=min(row.rise_backward, most))
+        rise = bound.retained + bound.rise_backward - max(row.retained, row.retained_later)
+        return row._replace(rise_backward=min(row.rise_backward, rise))
 
     def within(self, retained: int) -> UpdateRow:
         """Returns the row with at most ``retained`` bytes until backward, and the same peak there."""
