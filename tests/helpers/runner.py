@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,12 +65,17 @@ def device(deterministic: None) -> str:
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """No compiled code of another test; and the collector, which takes a seventh of the compiler's time, is rare."""
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No compiled code of another test; and without what takes a quarter of its time beside compiling.
+
+    It collects garbage, and after each graph flushes the caches of the CPU to time the guards for a log, in 40 ms.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(20_000, 50, 100)
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(run_gc_after_compile=False):
+        yield
     torch._dynamo.reset()
     gc.set_threshold(*thresholds)
 
@@ -77,6 +83,22 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def freeze_older_objects() -> None:
     """Spares the collector what was there before a test module: walking that takes longer than most tests."""
+    _freeze()
+
+
+@pytest.fixture(autouse=True)
+def freeze_imported_objects() -> None:
+    """Spares it what an earlier test of the module has imported: a part of Transformers has 100,000 objects."""
+    if len(sys.modules) > _num_modules_at_freeze + 20:
+        _freeze()
+
+
+_num_modules_at_freeze = 0
+
+
+def _freeze() -> None:
+    global _num_modules_at_freeze  # noqa: PLW0603 - the collector is one for the process too
+    _num_modules_at_freeze = len(sys.modules)
     gc.collect()
     gc.freeze()
 
