@@ -136,7 +136,10 @@ MAX_POOL = 8
 
 @final
 class Subject:
-    """A model with a policy, and a twin that is never interrupted, with the same policy."""
+    """A model with a policy, and a twin that is never interrupted, with the same policy.
+
+    Each interrupted step begins with the same state, so that the twin takes few steps.
+    """
 
     def __init__(self, policy: dict[str, Any] | Callable[[nn.Module], object], *, autocast: bool = False) -> None:
         torch.manual_seed(0)
@@ -153,6 +156,12 @@ class Subject:
         for seed in range(3):  # until all is learnt
             self.step(seed)
             self.step(seed, self.twin)
+        self._before = self._state(self.model)
+        self._set_state(self.twin, self._before)
+        self.step(5, self.twin)
+        self._after = self._state(self.twin)
+        self._results: dict[Any, list[Any]] = {}
+        """Of the next steps of the twin, by the state that they begin with: as bytes, since live ones are counted."""
         self._num_threads = threading.active_count()
         self._num_bytes = 0
         for _ in range(3):  # what is alive after steps without an interrupt
@@ -175,10 +184,8 @@ class Subject:
 
         Without ``checks_state``, buffers may be between those before and after the step.
         """
-        before = self._state(self.model)
-        self._set_state(before)
-        self.step(5, self.twin)
-        after = self._state(self.twin)
+        before, after = self._before, self._after
+        self._set_state(self.model, before)
         places = self._addresses()
         interrupt()
         faults = left_in_thread()
@@ -187,10 +194,9 @@ class Subject:
             if not (torch.equal(value, before[0][name]) or torch.equal(value, after[0][name])):
                 faults.append(f"{name} is neither that before the step nor that after it")
         faults += ["another memory of a parameter or buffer"] if self._addresses() != places else []
-        self._set_state(state)
-        for seed in (6, 7):
+        for seed, expected in zip((6, 7), self._next_results(state), strict=True):
             try:
-                if not all(map(torch.equal, self.step(seed), self.step(seed, self.twin))):
+                if _frozen(self.step(seed)) != expected:
                     faults.append(f"other results in step {seed - 5} after it")
             except Exception as error:
                 faults.append(f"{type(error).__name__} in step {seed - 5} after it")
@@ -201,7 +207,7 @@ class Subject:
             faults += ["stores hold tensors"] if any(getattr(store, "num_alive", 0) for store in stores) else []
         faults += ["threads"] if threading.active_count() > self._num_threads + MAX_POOL else []
         if checks_bytes:
-            del before, after, state
+            del state
             now = live_bytes() - self.slab_bytes()  # a slab has room for what an exception held beside the next step
             if now > self._num_bytes > 0:
                 faults.append(f"{now - self._num_bytes} more bytes alive")
@@ -223,15 +229,33 @@ class Subject:
         counts = [copy.deepcopy({n: vars(m)[n] for n in names}) for m in model.modules() if isinstance(m, Counts)]
         return {name: value.clone() for name, value in model.state_dict().items()}, counts
 
-    def _set_state(self, state: tuple[dict[str, Tensor], list[dict[str, Any]]]) -> None:
-        self.twin.load_state_dict(state[0])
-        counts = (m for m in self.twin.modules() if isinstance(m, Counts))
+    def _next_results(self, state: tuple[dict[str, Tensor], list[dict[str, Any]]]) -> list[Any]:
+        """Returns what the steps with seeds 6 and 7 return from a state on, of which there are few."""
+        key = _frozen(state)
+        if key not in self._results:
+            self._set_state(self.twin, state)
+            self._results[key] = [_frozen(self.step(seed, self.twin)) for seed in (6, 7)]
+        return self._results[key]
+
+    @staticmethod
+    def _set_state(model: nn.Module, state: tuple[dict[str, Tensor], list[dict[str, Any]]]) -> None:
+        model.load_state_dict(state[0])
+        counts = (m for m in model.modules() if isinstance(m, Counts))
         for module, values in zip(counts, copy.deepcopy(state[1]), strict=True):
             vars(module).update(values)
 
     def _addresses(self) -> dict[str, tuple[int, int]]:
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors}
+
+
+def _frozen(value: Any) -> Any:
+    """Returns a value that can be hashed, with the bits of all tensors in it."""
+    if isinstance(value, Tensor):
+        return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return tuple((key, _frozen(each)) for key, each in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 @functools.cache
