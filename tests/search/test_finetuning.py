@@ -26,16 +26,19 @@ from graphckpt.search.estimate_result import Estimate
 
 peft = pytest.importorskip("peft")
 
+LAYERS = 2
 LLAMA = LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=4,
+    num_hidden_layers=LAYERS,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=1024,
     max_position_embeddings=512,
 )
-LINEAR = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)  # weights of the linear layers but the head
+LINEAR = LAYERS * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)  # weights of the linear layers but the head
+NORMS = (2 * LAYERS + 1) * 256
+NUM_TENSORS = 9 * LAYERS + 4
 ROUNDING = 512
 
 
@@ -48,7 +51,7 @@ def estimated(device: str = "h100", **options: Any) -> Estimate:
 def adapter_bytes(rank: int) -> int:
     """Adapters in float32 on all linear layers: a matrix on each side."""
     sizes = 2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512)
-    return 4 * rank * 4 * sizes
+    return 4 * rank * LAYERS * sizes
 
 
 class TestOptimizers:
@@ -69,7 +72,7 @@ class TestOptimizers:
     )
     def test_states_are_those_of_the_library(self, optimizer: str, device: float, host: float) -> None:
         estimate = estimated(optimizer=optimizer)
-        number, tolerance = estimate.num_parameters, 40 * 6 * (ROUNDING + 2 * 1024)
+        number, tolerance = estimate.num_parameters, NUM_TENSORS * 6 * (ROUNDING + 2 * 1024)
         moved = estimate.host_bytes - host * number
         if optimizer.startswith("paged"):  # tensors of fewer than 100 000 elements are on the device
             assert -0.5 * host * number <= moved <= 0
@@ -88,9 +91,9 @@ class TestOptimizers:
         assert "AdamW8bit of bitsandbytes" in " ".join(str(eight).split())
 
     def test_muon_has_one_state_for_matrices_and_adamw_two_for_the_rest(self) -> None:
-        others = 2 * 1024 * 256 + 9 * 256  # embedding, head and norms
+        others = 2 * 1024 * 256 + NORMS  # embedding, head and norms
         expected = 2 * (LINEAR + 2 * others)
-        assert estimated(optimizer="muon").optimizer_bytes == pytest.approx(expected, abs=40 * 3 * ROUNDING)
+        assert estimated(optimizer="muon").optimizer_bytes == pytest.approx(expected, abs=NUM_TENSORS * 3 * ROUNDING)
         assert "Muon" in str(estimated(optimizer="muon"))
 
     @pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit", "muon"])
@@ -129,14 +132,14 @@ class TestQuantization:
     )
     def test_weights_are_those_of_the_library(self, kind: str, weight: float) -> None:
         estimate = estimated(quantization=kind, lora=8, lora_targets="all-linear")
-        others = 2 * (2 * 1024 * 256 + 9 * 256)  # in bfloat16
-        scales = 4 * 4 * (4 * 256 + 2 * 128 + 2 * 512 + 256) if kind == "int8" else 0  # of rows, at most
+        others = 2 * (2 * 1024 * 256 + NORMS)  # in bfloat16
+        scales = 4 * LAYERS * (4 * 256 + 2 * 128 + 2 * 512 + 256) if kind == "int8" else 0  # of rows, at most
         expected = weight * LINEAR + others + adapter_bytes(8)
-        assert 0 <= estimate.weight_bytes - expected <= scales + (28 * 6 + 20) * ROUNDING
+        assert 0 <= estimate.weight_bytes - expected <= scales + (7 * LAYERS * 6 + 20) * ROUNDING
         assert estimate.num_parameters == estimated().num_parameters + estimate.num_trainable
         assert estimate.num_trainable == adapter_bytes(8) // 4
         text = " ".join(str(estimate).split())
-        assert "28 linear layers in" in text
+        assert f"{7 * LAYERS} linear layers in" in text
         assert "the other 1.00 MiB not quantized" in text
 
     def test_each_forward_and_backward_has_a_copy_of_one_weight(self) -> None:
@@ -201,10 +204,10 @@ class TestAdapters:
     @pytest.mark.parametrize(
         ("targets", "names", "number"),
         [
-            (None, "q_proj, v_proj, which PEFT chooses by default", 8),
-            ("all-linear", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", 28),
-            ("up_proj,down_proj", "up_proj, down_proj", 8),
-            (r".*self_attn\.k_proj", "k_proj", 4),
+            (None, "q_proj, v_proj, which PEFT chooses by default", 2 * LAYERS),
+            ("all-linear", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", 7 * LAYERS),
+            ("up_proj,down_proj", "up_proj, down_proj", 2 * LAYERS),
+            (r".*self_attn\.k_proj", "k_proj", LAYERS),
         ],
     )
     def test_layers_by_name_are_printed(self, targets: str | None, names: str, number: int) -> None:
@@ -229,7 +232,7 @@ class TestAdapters:
         assert half.gradient_bytes == plain.gradient_bytes / 2
         assert half.policies["keep"].parts.layers < plain.policies["keep"].parts.layers
         dora = estimated(lora=8, dora=True)
-        assert dora.num_trainable == plain.num_trainable + 4 * (256 + 128)  # a magnitude for each output
+        assert dora.num_trainable == plain.num_trainable + LAYERS * (256 + 128)  # a magnitude for each output
         assert dora.policies["keep"].parts.layers > plain.policies["keep"].parts.layers
         dropped = estimated(lora=8, lora_dropout=0.1)
         assert dropped.policies["keep"].parts.layers > plain.policies["keep"].parts.layers
