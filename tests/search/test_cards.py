@@ -18,7 +18,7 @@ from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.simulation import profile
 from graphckpt.simulation.profile import load_profile
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = LlamaConfig(**SIZES, vocab_size=32000)
 NAMES = ["t4", "v100-32g", "a10g", "rtx4090", "h100"]
 
