@@ -22,6 +22,7 @@ from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
+from graphckpt.graph.update import ScaledBackward, Update
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.plan_group import PlanGroup
@@ -283,16 +284,21 @@ def _step_fn(
     """Returns the update of a batch, of whose micro-batches only the last ``num_traced`` run."""
     amp = run.train.amp
     dtype = getattr(torch, amp.dtype) if amp.enabled else None
+    update = Update("the step of the config")
+    update.optimizers.append(optimizer)
+    update.total_norm = forward_backward.total_norm
+    if dtype is torch.float16:
+        update.scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
 
     def step() -> None:
         # The batch is on the device as a whole, and the trainer returns the losses of all micro-batches.
         losses: list[Any] = [torch.zeros(()) for _ in range(accumulation - num_traced)]
         for number in range(accumulation - num_traced, accumulation):
             micro_batch = {name: tensor.chunk(accumulation)[number] for name, tensor in batch.items()}
-            with nullcontext() if dtype is None else torch.autocast(device_type, dtype):
+            scaled = nullcontext() if update.scaler is None else ScaledBackward(update.scaler)
+            with nullcontext() if dtype is None else torch.autocast(device_type, dtype), scaled:
                 losses.append(forward_backward(model, micro_batch, is_last=number == accumulation - 1))
-        optimizer.step()
-        optimizer.zero_grad()
+        update.step([optimizer])
 
     return step
 

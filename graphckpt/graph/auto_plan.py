@@ -522,8 +522,8 @@ def fake_training(
                 fake.param_groups = [to_fake(dict(group)) for group in fake.param_groups]
                 states = {fakes.of(p): to_fake(dict(state)) for p, state in fake.state.items()}
                 fake.state = defaultdict(dict, states)
-        # Without schedulers and scaler: a schedule would move, and a fake scale has no value to compare.
-        update.take_over((optimizers, [None] * len(optimizers), None, 0))
+        # Without schedulers, which would move.
+        update.take_over((optimizers, [None] * len(optimizers), update.scaler, 0))
         step.sort_parameters()
 
         def run() -> None:

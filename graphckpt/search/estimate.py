@@ -471,6 +471,8 @@ def _assumptions(source: PretrainedModel, step: FakeStep, model: nn.Module) -> I
     yield from step.assumptions
     if options.fused_backward:
         yield "each weight updated in backward, as soon as its gradient is complete"
+    if options.scales_gradients(str(source.dtype).removeprefix("torch.")):
+        yield "gradients scaled by torch.amp.GradScaler, none of which overflows"
     clipping = "gradients clipped by their norm" if options.clip else "no gradient clipping"
     batches = f"{options.accumulation} micro-batches of {options.batch} a step"
     yield f"{clipping}, {batches if options.accumulation > 1 else 'no accumulation'}"

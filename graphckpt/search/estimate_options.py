@@ -116,6 +116,15 @@ class EstimateOptions(FineTuneOptions, LoopOptions):
                 texts["lora_dropout"] = float(texts["lora_dropout"])
         return cls(**texts, spelling="command")
 
+    def scales_gradients(self, dtype: str) -> bool:
+        """Whether a gradient scaler belongs to the step: it refuses gradients in float16, and an update in backward.
+
+        Args:
+            dtype: The type of the weights.
+        """
+        trained = dtype if self.lora is None else self.lora_dtype or "float32"
+        return self.autocast == "float16" and trained != "float16" and not self.fused_backward
+
     def named(self, option: str) -> str:
         """Returns an option as the caller writes it.
 

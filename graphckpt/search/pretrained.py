@@ -180,18 +180,25 @@ class PretrainedModel:
         trained = [one for one in model.parameters() if one.requires_grad]
         autocast = None if self.options.world_size is not None else self.options.autocast
 
+        dtype = str(self.dtype).removeprefix("torch.")
+        scaler = torch.amp.GradScaler(device_type, enabled=self.options.scales_gradients(dtype))
+
         def step() -> None:
             for _ in range(min(self.options.accumulation, TRACED)):
                 with nullcontext() if autocast is None else torch.autocast(device_type, getattr(torch, autocast)):
                     loss = model(**inputs).loss
                     if self.options.accumulation > 1:
                         loss = loss / self.options.accumulation
-                loss.backward()
+                scaler.scale(loss).backward()
             if self.options.clip:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if not in_backward:
                 for optimizer in optimizers:
-                    optimizer.step()
+                    scaler.step(optimizer)
+                scaler.update()
+                for optimizer in optimizers:
                     optimizer.zero_grad()
 
         return model, step, optimizers

@@ -204,9 +204,7 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
         yield "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"
     yield f"from transformers import {_class_names(setup)}"
     yield from _import_peft(setup)
-    yield ""
-    yield "import graphckpt"
-    yield ""
+    yield from ("", "import graphckpt", "")
     yield from _model(setup)
     # Quantized weights are loaded to the device.
     yield "model.train()" if is_sharded or options.quantization is not None else "model.to('cuda').train()"
@@ -221,6 +219,8 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
         yield f"    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy({precision}))"
     yield apply_line(policies, setup.layers)
     yield from _optimizer(setup, "optimizer =", "model")
+    if is_scaled := options.scales_gradients(setup.dtype):
+        yield "scaler = torch.amp.GradScaler('cuda')"
     sampler = ""
     if is_sharded:  # without one, each rank would read the same samples
         yield "sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)"
@@ -234,13 +234,16 @@ def _torch(setup: TrainingSetup, policies: Mapping[str, Mapping[str, Any]]) -> I
     else:
         yield f"    with torch.autocast('cuda', dtype=torch.{options.autocast}):"
         yield "        loss = model(**batch).loss"
-    yield "    loss.backward()" if is_plain else f"    (loss / {options.accumulation}).backward()"
+    loss = "loss" if is_plain else f"(loss / {options.accumulation})"
+    yield f"    {f'scaler.scale({loss})' if is_scaled else loss}.backward()"
     if not is_plain:
         yield f"    if number % {options.accumulation}:"
         yield "        continue"
     if options.clip:
+        if is_scaled:
+            yield "    scaler.unscale_(optimizer)"
         yield "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    yield "    optimizer.step()"
+    yield from ("    scaler.step(optimizer)", "    scaler.update()") if is_scaled else ("    optimizer.step()",)
     yield "    optimizer.zero_grad()"
 
 

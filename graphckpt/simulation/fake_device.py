@@ -7,11 +7,13 @@ host of it.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, Self, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -102,6 +104,7 @@ class FakeDevice:
         self._functions = _FunctionOverrides(machine, self.device, others)
         self.autocast_dtypes: Iterable[torch.dtype] = self._functions.autocast_dtypes
         """The types to which autocast has cast in steps so far."""
+        self._scalers: WeakSet[torch.amp.GradScaler] = WeakSet()
         # A list, as it is reentrant: each `with` undoes what it has done.
         self._entered: list[StandIns] = []
 
@@ -119,7 +122,9 @@ class FakeDevice:
         stand_ins.enter_context(own_device_modules())
         stand_ins.enter_context(unnamed_devices_mixed())
         _masks_as_eager(stand_ins, is_padded=self._is_padded)
-        if self.machine.kind == "cuda":
+        is_cuda = self.machine.kind == "cuda"
+        _scale_gradients_here(stand_ins, self._scalers, self.autocast_dtypes, is_cuda=is_cuda)
+        if is_cuda:
             _autocast_here(stand_ins)
             _choose_foreach_optimizers(stand_ins)
             for name in CUDA_HOUSEKEEPING:
@@ -361,6 +366,53 @@ def _autocast_here(stand_ins: StandIns) -> None:
         original(self, device_type, dtype, *args, **kwargs)
 
     stand_ins.swap(torch.autocast, __init__=begin)
+
+
+def _scale_gradients_here(
+    stand_ins: StandIns,
+    built_here: WeakSet[torch.amp.GradScaler],
+    autocast_dtypes: Iterable[torch.dtype],
+    *,
+    is_cuda: bool,
+) -> None:
+    """Simulates ``torch.amp.GradScaler``, for gradients of which none overflows.
+
+    ``built_here`` are those that were built on the simulated device, and keep their tensors from step to step. Others
+    have what they had at the end.
+    """
+    kind, common = torch.amp.GradScaler, torch.cuda.amp.common
+    is_disabled = is_cuda and common.amp_definitely_not_available()  # one for CUDA, when it is built elsewhere
+    begin, scale, simulated = kind.__init__, kind.scale, WeakSet(built_here)
+
+    def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        begin(scaler, *args, **kwargs)
+        for each in (built_here, simulated):
+            each.add(scaler)
+
+    def scale_here(scaler: Any, outputs: Any) -> Any:
+        if scaler not in simulated:
+            if scaler.is_enabled():
+                simulated.add(scaler)
+                stand_ins.callback(vars(scaler).update, dict(vars(scaler)))
+                states: dict[int, Any] = defaultdict(scaler._per_optimizer_states.default_factory)
+                vars(scaler).update(_scale=None, _growth_tracker=None, _per_optimizer_states=states)
+            elif is_disabled and scaler._device == "cuda" and torch.float16 in autocast_dtypes:
+                what = "calls a gradient scaler that was built where CUDA is absent, and has disabled itself"
+                fix = "build it in the function that builds the model, or as GradScaler('cpu'), which counts the same"
+                raise ConfigError(f"the step ({user_line()}) {what} · fix: {fix}")
+        return scale(scaler, outputs)
+
+    if is_cuda:
+        stand_ins.swap(common, amp_definitely_not_available=lambda: False)  # the constructor asks it
+    stand_ins.swap(
+        kind,
+        __init__=init,
+        scale=scale_here,
+        # They read values, which fake tensors do not have.
+        get_scale=lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0,
+        _get_growth_tracker=lambda scaler: scaler._init_growth_tracker if scaler.is_enabled() else 0,
+        _maybe_opt_step=lambda _, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+    )
 
 
 def _choose_foreach_optimizers(stand_ins: StandIns) -> None:

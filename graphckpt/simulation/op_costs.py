@@ -106,6 +106,8 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         # An op without bytes, such as one on empty tensors, runs no kernel either.
         return sum(map(_bytes, arguments)) + bytes_of(list(kwargs.values())) + written or None
     positions, names = _written(func)
+    if kwargs.get("grad_scale") is not None:  # a fused optimizer writes the gradients that it has unscaled
+        positions = [*positions, 1]
     if packet in _PUTS:  # reads the values, and reads and writes as many elements
         return 3 * max(map(_bytes, arguments[1:]), default=0) or None
     written = sum(bytes_of(args[position]) for position in positions if position < len(args))
@@ -118,7 +120,7 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 def _written(func: Any) -> tuple[list[int], list[str]]:
     """Returns the arguments that an op writes: the numbers of the positional ones, the names of the others."""
     arguments = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
-    # Fused optimizers write gradients only with a scaler.
+    # Fused optimizers write gradients only with a scaler: see `moved_bytes`.
     written = [(i, a) for i, a in arguments if a.alias_info.is_write and a.name != "grads"]
     return [i for i, a in written if not a.kwarg_only], [a.name for _, a in written if a.kwarg_only]
 

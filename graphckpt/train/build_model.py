@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphckpt.blocks.select import marked_layers
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.graph.graph import Graph
+from graphckpt.graph.update import TotalNorm
 from graphckpt.train.data.samples import Opened
 from graphckpt.train.loop import attribute_errors
 from graphckpt.train.parallel.ranks import TrainRanks, seed_all, seed_per_rank
@@ -138,6 +139,8 @@ class ForwardBackward:
             self._grad_sync = make_grad_sync(built.model, losses, built.ranks, stage=stage)
         if built.pipeline is not None:
             built.pipeline.grad_sync = self._grad_sync
+        self.total_norm: TotalNorm | None = None if built.pipeline is None else built.pipeline.total_norm
+        """What clips gradients of which other processes hold some; ``None`` where this one has all."""
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, is_last: bool) -> dict[str, Tensor]:
         """Returns the losses, ``total_loss`` first. ``is_last`` tells the last micro-batch of an update.
@@ -199,8 +202,8 @@ class TrainGraph(_TaskGraph):
         if blocks:  # else there is a plan, or no policy
             self._step.advice = _advice
         self.add_optimizer(optimizer, lr_sch=scheduler)
+        self._update.total_norm = forward_backward.total_norm
         if self.pipeline is not None:  # which splits a batch itself
-            self._update.total_norm = self.pipeline.total_norm
             return
         if accumulation > 1:
             self.config.set_gradient_accumulation_steps(accumulation)

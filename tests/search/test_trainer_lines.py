@@ -235,6 +235,7 @@ class TestLinesAreTheEstimate:
         [
             {"dtype": "bf16", "optimizer": "adamw-fused"},
             {"autocast": "bf16", "attention": "eager"},
+            {"autocast": "fp16", "clip": True},
             {"dtype": "bf16", "lora": 8, "lora_targets": "all-linear", "optimizer": "sgd-momentum"},
         ],
     )
@@ -258,6 +259,7 @@ class TestLinesAreTheEstimate:
         keep = estimate.policies["keep"]
         assert plan.plain_peak_bytes == pytest.approx(keep.allocated_bytes, rel=0.002)
         assert plan.plain_step_seconds == pytest.approx(keep.seconds, rel=0.02)
+        assert ("GradScaler" in text) is ("GradScaler" in str(estimate)) is (options.get("autocast") == "fp16")
 
 
 class TestApplyLine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,21 +160,26 @@ def chunked() -> Made:
     return model, step
 
 
-def scaled() -> Made:
-    model, x = layers(), torch.zeros(64, WIDTH, device="cuda")
-    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+def scaled_by(build_scaler: Callable[[], torch.amp.GradScaler], **options: Any) -> Callable[[], Made]:
+    """Returns what makes a step under float16 autocast, whose gradients are scaled and clipped."""
 
-    def step() -> None:
-        with torch.autocast("cuda", torch.float16):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    def make() -> Made:
+        model, x = layers(), torch.zeros(64, WIDTH, device="cuda")
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), **options), build_scaler()
 
-    return model, step
+        def step() -> None:
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return model, step
+
+    return make
 
 
 def compiled_model() -> Made:
@@ -190,6 +197,9 @@ def half(x: torch.Tensor) -> torch.Tensor:
     return x / 2
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # of the machine without CUDA
+    DISABLED = torch.amp.GradScaler("cuda")
 COMPILED_BEFORE = torch.compile(half, backend="eager")
 
 TABLE: dict[str, tuple[Callable[[], Made], str | None]] = {
@@ -218,13 +228,13 @@ TABLE: dict[str, tuple[Callable[[], Made], str | None]] = {
     "sequence packing by values": (lambda: step_of(split_by_values), "reads the value of a tensor.*plan on the device"),
     "nested tensors": (lambda: step_of(jagged), "nested tensors.*pad them"),
     "statistics of memory": (lambda: step_of(with_statistics), None),
-    "gradient scaler": (scaled, None),
+    "gradient scaler": (scaled_by(partial(torch.amp.GradScaler, "cuda")), None),
+    "gradient scaler built before": (scaled_by(lambda: DISABLED), r"gradient scaler.*GradScaler\('cpu'\)"),
 }
 
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:The PyTorch API of nested")
-@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
 @pytest.mark.filterwarnings("ignore:.*non-leaf Tensor is being accessed", "ignore:Using a non-full backward hook")
 def test_what_trainers_use_is_simulated_or_refused_with_a_way_out(name: str) -> None:
     make, error = TABLE[name]
