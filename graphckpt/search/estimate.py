@@ -109,8 +109,8 @@ def estimate(  # noqa: D417 - `unknown` is for arguments that it does not have
         lora_dropout: The dropout before the adapters.
         dora: Train magnitudes beside the adapters, as in DoRA.
         rslora: Scale adapters by the square root of their rank.
-        loss: The loss of a causal language model: ``"model"`` for its own, ``"trl"`` for TRL's in chunks, ``"liger"``
-            for Liger's fused linear cross entropy.
+        loss: The loss of a causal language model: ``"model"`` for its own, ``"tiles"`` for head and loss in eight
+            slices, ``"trl"`` for TRL's in chunks, ``"liger"`` for Liger's fused linear cross entropy.
         accumulation: Micro-batches of ``batch`` samples whose gradients are accumulated before an update.
         clip: Clip gradients by their norm before the update.
         policy: One policy for all layers, such as ``"full"``, in place of the best plan.
@@ -457,6 +457,7 @@ def _bytes_on(machine: DeviceProfile, tensors: Iterable[torch.Tensor]) -> int:
 
 
 _LOSSES = {
+    "tiles": "head and loss in eight slices of the tokens, of which one has logits at a time",
     "trl": "the chunked loss of TRL, over tiles of 4096 tokens and 32768 entries of the vocabulary",
     "liger": "the fused linear cross entropy of Liger, which computes gradients in forward",
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-LOSSES = ("model", "trl", "liger")
+LOSSES = ("model", "tiles", "trl", "liger")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +14,9 @@ class LoopOptions:
     """Options of :class:`EstimateOptions` on what a step does beside forward, backward and the update."""
 
     loss: str = "model"
-    """The loss of a causal language model: ``"model"`` for its own, with the logits of all tokens; ``"trl"`` for TRL's,
-    which computes them in chunks; ``"liger"`` for Liger's fused linear cross entropy."""
+    """The loss of a causal language model: ``"model"`` for its own, with the logits of all tokens; ``"tiles"`` for head
+    and loss in eight slices, by ``Tiles(8, reduce="sum")``; ``"trl"`` for TRL's, which computes logits in chunks;
+    ``"liger"`` for Liger's fused linear cross entropy."""
     accumulation: int = 1
     """Micro-batches of ``batch`` samples whose gradients are accumulated before an update."""
     clip: bool = False

@@ -166,6 +166,9 @@ def check_trainer(trainer: str, options: EstimateOptions, task: str | None = Non
         raise ConfigError(f"{for_trainer}: {name} has no lines of a trainer · fix: leave {name} out")
     if options.packed is not None and trainer != "trl":
         raise ConfigError(f"{for_trainer}: {options.named('packed')} has no lines of {trainer} · fix: --for trl")
+    if options.loss == "tiles":
+        what = f"{options.setting('loss', options.loss)} has no lines of a trainer"
+        raise ConfigError(f"{for_trainer}: {what} · fix: graphckpt train with task.loss_head=True, or apply Tiles")
     with_loss = {"trl": "trl", "liger": "transformers"}.get(options.loss, trainer)
     if with_loss != trainer:
         what = f"{options.setting('loss', options.loss)} has no lines of {trainer}"

@@ -1,7 +1,7 @@
-"""Losses of TRL and Liger for simulated steps: they multiply by the head themselves, a chunk of tokens at a time.
+"""Losses for simulated steps that multiply by the head themselves, a chunk of tokens at a time.
 
-After the code of TRL 1.16 (``ChunkedLogProbFunction``) and of Liger (``fused_linear_cross_entropy``), whose kernels
-need a GPU.
+Those of TRL and Liger are after the code of TRL 1.16 (``ChunkedLogProbFunction``) and of Liger
+(``fused_linear_cross_entropy``), whose kernels need a GPU. The tiled one is a block under this library's own rule.
 """
 
 from __future__ import annotations
@@ -12,38 +12,56 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
+from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
+from graphckpt.rules.tiles import Tiles
 from graphckpt.simulation import kernel_ops
 
 _TOKENS, _VOCABULARY = 4096, 32768  # a tile of TRL: `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`
+_UNLABELED = -100  # the label of Transformers that a loss ignores
 _STATISTICS = 7  # numbers of each token in float32 that TRL's forward keeps until its end
 
 
 class HeadWeight(nn.Module):
-    """Has the weight of a head, and returns its input, which the loss multiplies."""
+    """Has the weight and the bias of a head, and returns its input, which the loss multiplies."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self.weight = head.weight
+        self.weight: Any = head.weight
+        self.bias: Any = getattr(head, "bias", None)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
 
 def fuse_head(model: Any, kind: str, name: str) -> None:
-    """Gives a causal language model of Transformers a loss of :data:`LOSSES`, in place of its head and its own loss.
+    """Gives a causal language model of Transformers another loss, in place of its head and its own loss.
+
+    Args:
+        model: The model.
+        kind: ``"tiles"``, or one of :data:`LOSSES`.
+        name: The model in messages.
 
     Raises:
-        ConfigError: The head has a bias, or the model changes the logits.
+        ConfigError: The model changes the logits; or the head has a bias, which only ``"tiles"`` takes.
     """
     head = model.get_output_embeddings()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if head is None or getattr(head, "bias", None) is not None or cap is not None:
-        what = "a head without a bias, whose logits the loss gets as they are"
+    has_bias = getattr(head, "bias", None) is not None
+    if head is None or cap is not None or (has_bias and kind != TILES):
+        what = "a head" if kind == TILES else "a head without a bias"
+        what = f"{what}, whose logits the loss gets as they are"
         raise ConfigError(f"loss: {name}: expected {what}, for {kind!r} · fix: loss='model'")
-    model.set_output_embeddings(HeadWeight(head))
-    model.loss_function = partial(_loss, LOSSES[kind], head.weight)
+    passed = HeadWeight(head)
+    model.set_output_embeddings(passed)
+    if kind == TILES:
+        block = _HeadLoss(passed)
+        apply(nn.ModuleDict({"loss_head": block}), {"loss_head": Tiles(reduce="sum")})
+        model.loss_function = block.mean
+    else:
+        model.loss_function = partial(_loss, LOSSES[kind], head.weight)
 
 
 def _loss(
@@ -51,6 +69,24 @@ def _loss(
     **__: Any,
 ) -> Any:  # fmt: skip
     return function.apply(logits.reshape(-1, logits.shape[-1]), weight, labels.reshape(-1))
+
+
+class _HeadLoss(nn.Module):
+    """Sums the loss of tokens, given the last hidden states and the labels, as the trainer's ``loss_head`` does."""
+
+    def __init__(self, head: HeadWeight) -> None:
+        super().__init__()
+        self._head = (head,)  # in a tuple it is not a child: the weight is the model's
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        (head,) = self._head
+        logits = F.linear(hidden, head.weight, head.bias)
+        return F.cross_entropy(logits.float(), labels, ignore_index=_UNLABELED, reduction="sum")
+
+    def mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        labels = F.pad(labels[:, 1:], (0, 1), value=_UNLABELED).flatten()
+        total: torch.Tensor = self(logits.flatten(0, 1), labels)
+        return total / (labels != _UNLABELED).sum()
 
 
 class _Liger(torch.autograd.Function):
@@ -128,4 +164,6 @@ def _tiles(
             yield tile, part, columns, tokens, entries
 
 
+TILES = "tiles"
+"""The loss in slices by :class:`~graphckpt.Tiles`."""
 LOSSES: Mapping[str, type[torch.autograd.Function]] = {"liger": _Liger, "trl": _Trl}

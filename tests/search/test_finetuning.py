@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
 
 import graphckpt
 from graphckpt.errors import ConfigError
+from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate
 
@@ -213,6 +215,44 @@ class TestAdapters:
     def test_layers_by_name_are_printed(self, targets: str | None, names: str, number: int) -> None:
         text = " ".join(str(estimated(lora=4, lora_targets=targets)).split())
         assert f"LoRA of rank 4 on {number} layers ({names}), in float32" in text
+
+    @pytest.mark.parametrize("policy", ["keep", "full"])
+    @pytest.mark.parametrize(
+        ("options", "settings"),
+        [
+            ({}, {}),
+            ({"dora": True}, {"use_dora": True}),
+            ({"dora": True, "lora_dropout": 0.1}, {"use_dora": True, "lora_dropout": 0.1}),
+            ({"dora": True, "rslora": True}, {"use_dora": True, "use_rslora": True}),
+        ],
+        ids=["lora", "dora", "dora and dropout", "dora and rslora"],
+    )
+    def test_the_peak_is_that_of_peft_on_a_cpu(
+        self, options: dict[str, Any], settings: dict[str, Any], policy: str
+    ) -> None:
+        """A step with PEFT's modules, measured on a CPU to the byte."""
+        model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.bfloat16)
+        model.config.use_cache = False
+        config = peft.LoraConfig(r=8, target_modules="all-linear", **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT reads a name that Transformers has deprecated
+            adapted: nn.Module = peft.get_peft_model(model, config).train()
+        optimizer = torch.optim.AdamW([one for one in adapted.parameters() if one.requires_grad])
+        tokens, labels = (torch.zeros(2, 256, dtype=torch.long) for _ in range(2))
+
+        def step() -> None:
+            adapted(input_ids=tokens, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with graphckpt.apply(adapted, True) if policy == "full" else nullcontext():
+            step()
+            real = RealStep(adapted, step)
+            with real.restoring():
+                measured = peak_of(real.levels())
+        common = {"seq": 256, "lora": 8, "lora_targets": "all-linear", "optimizer": "adamw", "policy": policy}
+        predicted = estimated("cpu", **common, **options)
+        assert predicted.policies[policy].allocated_bytes == measured
 
     def test_experts_and_every_architecture_of_the_table(self) -> None:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -6,12 +6,15 @@ from functools import cache
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, T5Config
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PhiConfig, T5Config
 
 import graphckpt
 from graphckpt.errors import ConfigError
+from graphckpt.planning.steps import RealStep, peak_of
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.estimate_result import Estimate
+from graphckpt.train.tasks.causal_lm import add_loss_head, loss_of
 
 WIDTH, VOCABULARY, TOKENS = 128, 32768, 2 * 512
 LLAMA = LlamaConfig(
@@ -65,6 +68,52 @@ class TestLosses:
         fewer = trained.policies["keep"].allocated_bytes - frozen.policies["keep"].allocated_bytes
         assert fewer > 2 * VOCABULARY * WIDTH
 
+    @pytest.mark.parametrize("policy", ["keep", "full"])
+    def test_tiles_take_what_the_loss_head_of_the_trainer_does(self, policy: str) -> None:
+        """A step of the trainer's model on a CPU, with its loss head in eight slices."""
+        model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32).train()
+        add_loss_head(model)
+        tokens = torch.zeros(2, 256, dtype=torch.long)
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step() -> None:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        policies = {"loss_head": graphckpt.Tiles(8, reduce="sum"), "model.layers.*": policy}
+        with graphckpt.apply(model, policies):
+            step()
+            real = RealStep(model, step)
+            with real.restoring():
+                measured = peak_of(real.levels())
+        options = {"device": "cpu", "seq": 256, "dtype": "float32", "loss": "tiles", "policy": policy}
+        predicted = graphckpt.estimate(LLAMA, batch=2, optimizer="sgd", progress=False, **options)
+        assert predicted.policies[policy].allocated_bytes == pytest.approx(measured, rel=0.001)
+        assert "eight slices" in text_of(predicted)
+
+    def test_tiles_take_a_head_with_a_bias(self) -> None:
+        phi = PhiConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=4096
+        )
+        options = {"device": "h100", "batch": 8, "seq": 128, "policy": "keep", "progress": False}
+        peaks = [
+            graphckpt.estimate(phi, loss=loss, **options).policies["keep"].allocated_bytes
+            for loss in ("model", "tiles")
+        ]
+        logits = 8 * 128 * 4096
+        assert peaks[0] - peaks[1] > 8 * logits
+
+    @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+    def test_tiles_on_ranks_and_without_lines(self) -> None:
+        sharded = estimated(loss="tiles", world_size=2)
+        assert sharded.policies["keep"].allocated_bytes < estimated(world_size=2).policies["keep"].allocated_bytes
+        with pytest.raises(
+            ConfigError, match=r"--for torch: loss='tiles' has no lines of a trainer · fix: .*loss_head"
+        ):
+            estimated(loss="tiles").lines("torch")
+
     def test_models_that_it_does_not_suit(self) -> None:
         t5 = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)
         gemma = Gemma2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=256)
@@ -75,6 +124,8 @@ class TestLosses:
             with pytest.raises(ConfigError) as error:
                 graphckpt.estimate(config, device="h100", seq=64, loss="liger", policy="keep")
             assert text in str(error.value)
+        with pytest.raises(ConfigError, match="loss: gemma2: expected a head, whose logits the loss gets as they are"):
+            graphckpt.estimate(gemma, device="h100", seq=64, loss="tiles", policy="keep")
 
 
 class TestMicroBatches:
@@ -109,7 +160,7 @@ class TestMicroBatches:
             ({"accumulation": 0}, "accumulation: expected a positive int, got 0 · fix: accumulation=4"),
             ({"accumulation": 4, "fused_backward": True}, "accumulation: expected 1 with fused_backward"),
             ({"clip": True, "fused_backward": True}, "clip: expected gradients of all weights at once"),
-            ({"loss": "ligre"}, "loss: expected model, trl or liger, got 'ligre' · did you mean 'liger'?"),
+            ({"loss": "ligre"}, "loss: expected model, tiles, trl or liger, got 'ligre' · did you mean 'liger'?"),
         ],
     )
     def test_options_that_cannot_be_used(self, options: dict[str, Any], text: str) -> None:
