@@ -7,8 +7,8 @@ efficiency; a measured rate has efficiency 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, final
 
@@ -45,10 +45,22 @@ class Link:
     _: KW_ONLY
     efficiency: float = 1.0
     """The share of the bandwidth that collectives reach."""
+    group_efficiency: Mapping[int, float] = field(default_factory=dict)
+    """The same for a group by its ranks on a node, in place of ``efficiency``: of the largest number that it has."""
 
     @property
     def rate(self) -> float:
         return self.bandwidth * self.efficiency
+
+    def rate_of(self, num_ranks: int) -> float:
+        """Returns the bytes per second that each rank of a ring sends.
+
+        >>> link = Link(450e9, 0.0, efficiency=0.5, group_efficiency={2: 0.2, 4: 0.4})
+        >>> [round(link.rate_of(size) / 450e9, 1) for size in (1, 2, 3, 4, 8)]
+        [0.5, 0.2, 0.2, 0.4, 0.4]
+        """
+        number = max((each for each in self.group_efficiency if each <= num_ranks), default=None)
+        return self.rate if number is None else self.bandwidth * self.group_efficiency[number]
 
 
 @final
@@ -79,11 +91,13 @@ class ClusterProfile:
     def describe(self) -> str:
         within, between = self.within_node, self.between_nodes
         shares = " and ".join(dict.fromkeys(f"{100 * link.efficiency:g} %" for link in (within, between)))
+        sizes = [f"{100 * share:g} % in groups of {size}" for size, share in within.group_efficiency.items()]
+        groups = f" (within a node {', '.join(sizes)})" if sizes else ""
         slower = f"; computation takes {100 * self.slowdown:.3g} % longer beside them" if self.slowdown else ""
         return (
             f"the {self.name} profile: {self.ranks_per_node} ranks in a node, {within.bandwidth / 1e9:.3g} GB/s for "
             f"each within it and {between.bandwidth / 1e9:.3g} GB/s between nodes, of which collectives reach {shares}"
-            f"{slower}"
+            f"{groups}{slower}"
         )
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -99,12 +113,11 @@ class ClusterProfile:
             return 0.0
         per_node = Counter(rank // self.ranks_per_node for rank in ranks)
         within, between, num_nodes = self.within_node, self.between_nodes, len(per_node)
-        if num_nodes == 1:
-            rate, pair_rate = within.rate, within.rate
-        else:
+        rate, pair_rate = within.rate_of(max(per_node.values())), within.rate
+        if num_nodes > 1:
             pair_rate = min(within.rate, between.rate)
             # A ring leaves a node once. As many rings as the group has ranks on a node use the adapters of all of them.
-            rate = min(within.rate, min(per_node.values()) * between.rate)
+            rate = min(rate, min(per_node.values()) * between.rate)
         # Each chunk passes all ranks one after another, most of them on the same node.
         latency = (size - num_nodes) * within.latency + (num_nodes - 1) * between.latency
         share = (size - 1) / size
@@ -166,6 +179,11 @@ def _faults(cluster: ClusterProfile) -> list[str]:
             faults.append(f"{name}.bandwidth: expected bytes per second, such as 50.0e+9, got {bandwidth!r}")
         if not is_number(latency) or not 0 <= latency < _MOST_LATENCY:
             faults.append(f"{name}.latency: expected seconds below {_MOST_LATENCY}, such as 4.0e-6, got {latency!r}")
+        groups = vars(untyped[name])["group_efficiency"]
+        is_map = isinstance(groups, dict) and all(type(size) is int and size > 1 for size in groups)
+        if not is_map or not all(is_number(share) and 0 < share <= 1 for share in groups.values()):
+            example = "shares by numbers of ranks, such as {2: 0.6, 8: 0.8}"
+            faults.append(f"{name}.group_efficiency: expected {example}, got {groups!r}")
         if not is_number(efficiency) or not 0 < efficiency <= 1:
             faults.append(f"{name}.efficiency: expected a number above 0, at most 1, got {efficiency!r}")
     return faults

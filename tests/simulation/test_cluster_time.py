@@ -72,6 +72,45 @@ class TestSeconds:
         half = ClusterProfile(name="half", ranks_per_node=4, within_node=link, between_nodes=link)
         assert half.seconds("gather", 4 * GB, range(4)) == pytest.approx(0.06)
 
+    def test_the_efficiency_of_a_group(self) -> None:
+        """Of the largest number that the group has on a node: 3 of 4 ranks at 20 GB/s, 5 at 50; a send is of a pair."""
+        within = Link(100e9, 0.0, efficiency=0.8, group_efficiency={3: 0.2, 5: 0.5})
+        seconds = ClusterProfile(name="t", ranks_per_node=8, within_node=within, between_nodes=Link(1e12, 0.0)).seconds
+        assert seconds("gather", 2 * GB, range(2)) == pytest.approx(1 / 80)
+        assert seconds("gather", 4 * GB, range(4)) == pytest.approx(3 / 20)
+        assert seconds("scatter", 8 * GB, range(8)) == pytest.approx(7 / 50)
+        assert seconds("gather", 8 * GB, (0, 1, 2, 3, 8, 9, 10, 11)) == pytest.approx(7 / 20)
+        assert seconds("send", GB, (0, 1)) == pytest.approx(1 / 80)
+
+    @pytest.mark.parametrize(
+        ("kind", "num_ranks", "num_bytes", "rate"),
+        [
+            ("gather", 8, 2**31, 401.9e9),
+            ("gather", 4, 2**31, 443.1e9),
+            ("gather", 2, 2**31, 550.0e9),
+            ("scatter", 8, 2**31, 376.1e9),
+            ("scatter", 4, 2**31, 383.2e9),
+            ("scatter", 2, 2**31, 410.4e9),
+            ("all_reduce", 8, 2**31, 230.0e9),
+            ("all_reduce", 4, 2**31, 201.6e9),
+            ("all_reduce", 2, 2**31, 250.3e9),
+            ("gather", 8, 2**25, 259.4e9),
+            ("scatter", 8, 2**25, 251.3e9),
+            ("all_reduce", 8, 2**25, 148.5e9),
+            ("all_reduce", 4, 2**25, 153.8e9),
+            ("all_reduce", 2, 2**25, 178.7e9),
+        ],
+    )
+    def test_collectives_over_nvlink_take_as_long_as_published(
+        self, kind: Any, num_ranks: int, num_bytes: int, rate: float
+    ) -> None:
+        """Of H100s: the bytes of the whole result by second, as in the table that the profile names. See the profile.
+
+        All kinds of collectives have one efficiency, and all sizes one latency.
+        """
+        seconds = load_cluster("dgx-h100").seconds(kind, num_bytes, range(num_ranks))
+        assert seconds * rate / num_bytes == pytest.approx(1.0, abs=0.25)
+
     @pytest.mark.parametrize("kind", ["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send"])
     def test_more_bandwidth_takes_less_time(self, kind: str) -> None:
         for ranks in (range(2), (0, 4), (0, 1, 2, 3, 4)):
