@@ -1,19 +1,31 @@
 """The step of torchtitan's Llama 3.1 under FSDP2, on one simulated rank: see ``published.py``.
 
 Written from its description: complex rotary embedding, keys and values repeated for the heads, a loss in float32,
-selective checkpointing that keeps attention and every second matrix product, AdamW over lists of tensors, clipping.
+selective checkpointing that keeps attention, every second matrix product and what a reduce-scatter returns, AdamW over
+lists of tensors, clipping; and tensor parallelism with norms and residuals on shards of the sequence, and the loss on
+shards of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -25,6 +37,7 @@ _aten = torch.ops.aten
 _SAVED = {
     _aten.mm.default, _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_efficient_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }  # fmt: skip
 
 
@@ -123,14 +136,46 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+def parallelize(model: Any, mesh: DeviceMesh) -> None:
+    """Divides the matrices of a ``Llama`` over the ranks of a mesh, and the sequence between them."""
+    rows, columns, shards = RowwiseParallel(output_layouts=Shard(1)), ColwiseParallel(), SequenceParallel()
+    for layer in model.layers:
+        layer.attention.heads //= mesh.size()
+        layer.attention.key_heads //= mesh.size()
+        plan = {
+            "attention_norm": shards,
+            "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+            **dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), columns),
+            "attention.wo": rows,
+            "ffn_norm": shards,
+            "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            **dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), columns),
+            "feed_forward.w2": rows,
+        }
+        parallelize_module(layer, mesh, plan)
+    words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    logits = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"tok_embeddings": words, "norm": shards, "output": logits})
+
+
 def titan(
-    size: str, batch: int, length: int = 8192, num_words: int = 128256, *, is_checkpointed: bool = False
+    size: str,
+    batch: int,
+    length: int = 8192,
+    num_words: int = 128256,
+    *,
+    is_checkpointed: bool = False,
+    tensor_parallel: int = 1,
 ) -> tuple[nn.Module, Callable[[], None]]:
     """Returns the model, sharded over all ranks, and its step; ``is_checkpointed`` by PyTorch's checkpointing."""
     model = Llama(**SIZES[size], num_words=num_words, length=length)
     for layer in model.layers:
         layer.is_checkpointed = is_checkpointed
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    shape = dist.get_world_size() // tensor_parallel, tensor_parallel
+    meshes = init_device_mesh("cuda", shape, mesh_dim_names=("data", "tensor"))
+    mesh = meshes["data"]
+    if tensor_parallel > 1:
+        parallelize(model, meshes["tensor"])
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     last = len(model.layers) - 1
     for number, layer in enumerate(model.layers):
@@ -141,10 +186,11 @@ def titan(
 
     def step() -> None:
         optimizer.zero_grad()
-        logits = model(tokens_BT)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels_BT.flatten(0, 1))
-        del logits
-        loss.backward()
+        with loss_parallel() if tensor_parallel > 1 else nullcontext():
+            logits = model(tokens_BT)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels_BT.flatten(0, 1))
+            del logits
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
 
