@@ -28,7 +28,7 @@ from graphckpt.engine.clones import (
     Borrowed,
     ScriptedModules,
     ScriptedValue,
-    has_plain_values,
+    has_strided_values,
     is_clonable,
     is_like,
     is_sharding,
@@ -151,7 +151,7 @@ class Dicts:
         present = [*filter(None, self._registries)]
         return [*map(id, present)] == [*self._hooks] and not any(map(differs, present, self._hooks.values()))
 
-    def contents(self) -> dict[int, dict[Any, Any]]:
+    def contents_by_id(self) -> dict[int, dict[Any, Any]]:
         """Returns what those hold that are not empty, by their ids."""
         items = zip(self._keys, self._values, strict=True)
         sizes = zip(self._filled, self._sizes, strict=True)
@@ -161,7 +161,7 @@ class Dicts:
         """Gives the dicts their contents back, but ``unchanged`` ones and parameters that FSDP has exchanged."""
         if self.now() is self:
             return
-        contents = self.contents()
+        contents = self.contents_by_id()
         ids = {*map(id, unchanged)}
         for owner in chain(self._slots, self._registries):
             then = contents.get(id(owner), {})
@@ -236,7 +236,7 @@ class _Attributes:
         return value
 
     def object(self, module: int, name: str, value: Any) -> Any:
-        """Takes any other value, but a plain one; what it returns does not hold it, if an output may come into it.
+        """Takes any other value that can change; what it returns does not hold it, if an output may come into it.
 
         That is ``None`` for what is among the ``object_copies``.
         """
@@ -254,7 +254,7 @@ class _Attributes:
                 self.reached.append(value)
                 return value
             self._copy_of[id(value)] = copied
-            for item in copied.reaches if len(copied.reaches) <= _MAX_ITEMS else ():  # of more, its own items alone
+            for item in copied.reached if len(copied.reached) <= _MAX_ITEMS else ():  # of more, its own items alone
                 if isinstance(item, torch.Tensor):
                     self.versions.append((item, version_of(item)))
                 else:
@@ -264,9 +264,9 @@ class _Attributes:
         self.objects.append((module, name, copied))
         return None
 
-    def plain(self) -> dict[int, ObjectCopy]:
+    def plain_data(self) -> dict[int, ObjectCopy]:
         """Returns the copies of numbers, strings and flags, and containers of such, which may serve later calls."""
-        return {number: copied for number, copied in self._copy_of.items() if copied.is_plain}
+        return {number: copied for number, copied in self._copy_of.items() if copied.is_plain_data}
 
 
 _NO_ATTRIBUTES: Final = _Attributes([], [], {})
@@ -279,7 +279,7 @@ class ModuleState:
 
     __slots__ = (
         "_children", "_ends", "_freed", "_large", "_last", "_learnt_modes", "_leaves", "_modules", "_moved", "_parents",
-        "_plain", "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
+        "_plain_data", "_scripted", "_scripted_parameters", "_shared", "_sizes", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -308,7 +308,7 @@ class ModuleState:
         self._large: dict[int, Any] = {}
         # The last copies of plain data, such as a config, which serve while they are the same: without them, the state
         # of a Llama layer takes 85 us in place of 54.
-        self._plain: dict[int, ObjectCopy] = {}
+        self._plain_data: dict[int, ObjectCopy] = {}
         self._last: tuple[list[Any], Objects] = [], []
         self.is_lazy = any(map(is_lazy, self.tensors()))  # whether a call will give parameters shapes and values
         self.host_rng_modes: set[Modes] = set()
@@ -374,11 +374,11 @@ class ModuleState:
                 copies[at] = (tensor.detach() if tensor.requires_grad else tensor).clone()
         tensors = [*parameters, *tensors]
         if copies:
-            ids, others = [*map(id, tensors)], [each for each, _ in attributes.versions]
+            ids, of_attributes = [*map(id, tensors)], [each for each, _ in attributes.versions]
             # Another view may have come in the place of one, as an attribute, in a container, or as a buffer.
-            has_attributes = len(places) > num_buffers or bool(others)
+            has_attributes = len(places) > num_buffers or bool(of_attributes)
             if has_attributes or ids != self._shared[0] or any(each._is_view() for each in tensors[first:]):
-                self._shared = ids, _sharing([*tensors, *others], range(first, len(tensors)))
+                self._shared = ids, _sharing([*tensors, *of_attributes], range(first, len(tensors)))
         return CallState(
             modules=modules,
             fields=fields,
@@ -408,7 +408,7 @@ class ModuleState:
 
         It adds those that are tensors to ``tensors``, and their places to ``places``.
         """
-        attributes = _Attributes(tensors, places, self._plain)
+        attributes = _Attributes(tensors, places, self._plain_data)
         for at, num_own in self._users:
             own = fields[at]
             for key, value in islice(own.items(), num_own, None):
@@ -425,7 +425,7 @@ class ModuleState:
                 except ReferenceError:  # a weak proxy of what is gone
                     continue
         if attributes.objects:
-            self._plain = attributes.plain()
+            self._plain_data = attributes.plain_data()
         return attributes
 
     def _look(self, fields: list[Fields]) -> None:
@@ -501,7 +501,7 @@ class ModuleState:
         return None
 
     def name(self, index: int, state: CallState) -> str:
-        contents = state.dicts.contents()
+        contents = state.dicts.contents_by_id()
         parameters = [contents.get(id(each), {}) for each in state.dicts.parameters]
         named = [(at, "", key) for at, own in enumerate(parameters) for key, each in own.items() if each is not None]
         places = dict(enumerate(named))
@@ -516,7 +516,7 @@ class ModuleState:
         yield from chain(state.tensors, self.tensors())
         yield from (owner for owner, _ in state.objects)
 
-    def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
+    def replaced_tensors(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
         present = set(map(id, self.tensors()))
         present.update(id(value) for module in self._live_modules() for value in module.__dict__.values())
@@ -546,8 +546,8 @@ class ModuleState:
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
-                fields[at][key] = objects[copied.number]
-            copies = {copied.number: copied for *_, copied in state.object_copies}  # a config is in many modules
+                fields[at][key] = objects[copied.object_id]
+            copies = {copied.object_id: copied for *_, copied in state.object_copies}  # a config is in many modules
             contents = [(copied.owner_of(objects[number]), copied.content) for number, copied in copies.items()]
             swap(with_stand_ins([*contents, *state.objects], stand_in), undo)
         _give(modules, fields)
@@ -669,6 +669,6 @@ def has_changed(state: CallState, index: int) -> bool:
     now, then = state.tensors[index], state.copies[index]
     if _read_versions([now]) != [state.versions[index]]:
         return True
-    if not (has_plain_values(now) and has_plain_values(then)):
+    if not (has_strided_values(now) and has_strided_values(then)):
         return False
     return not is_like(now, then) or not torch.equal(now, then)

@@ -23,7 +23,7 @@ from graphckpt.undo import Undo
 #   what happens         `tensor.data = copy of the clone`, and     the values of now are copied, those of the clone are
 #                        its own memory afterwards                  written to the memory, and those of now afterwards
 #   kernels              one                                        three
-#   which tensors        plain, dense ones, alone in their memory   views, slices, those that share memory with another
+#   which tensors        dense ones, alone in their memory          views, slices, those that share memory with another
 #                                                                   one or with an array, subclasses, inference tensors
 #   why                  writing to a tensor that autograd has      another name of the memory must show the same values
 #                        saved somewhere else would ruin it
@@ -60,10 +60,10 @@ def is_small(tensor: torch.Tensor | None) -> bool:
 
 
 def is_sparse_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is not dense: expanded, or a slice of another one."""
+    """Whether a ``torch.Tensor`` is not dense: expanded, or a slice of another one."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
-    if not has_plain_values(tensor):
+    if not has_strided_values(tensor):
         return False
     return bool(tensor.numel()) and num_spanned(tensor) != tensor.numel()
 
@@ -72,7 +72,7 @@ def num_spanned(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def has_plain_values(tensor: torch.Tensor) -> bool:
+def has_strided_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or is_fake(tensor) or tensor.is_nested or tensor.layout is not torch.strided)
 
 

@@ -175,7 +175,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             # forward. So neither its store nor hooks get them. With the hooks of the recomputation they would fill the
             # holders of other ops.
             hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else _hooks_around(block, originals)
-            output = _run_kept(hooks, block, function, args, kwargs)
+            output = _run_with_hooks(hooks, block, function, args, kwargs)
             is_done = True
     finally:
         # Also where the child has raised, which forward may catch: a recomputation finds calls by their positions.
@@ -203,13 +203,13 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
     if block.is_placed:
         hooks = active_saved_tensor_hooks()
         if hooks is None or hooks_around(block, hooks) is None:
-            return _run_kept(None, block, function, args, kwargs)
+            return _run_with_hooks(None, block, function, args, kwargs)
         block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
     with block.run_in_record():
         return function(*args, **kwargs)
 
 
-def run_kept(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
+def run_kept_part(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
     """Runs a part of a block that is kept. If a block around it is recomputed, the part belongs to that one."""
     return _run_alone(block, function, (argument,), {}) if innermost() is None else function(argument)
 
@@ -256,7 +256,7 @@ def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     return False, None
 
 
-def _run_kept(
+def _run_with_hooks(
     hooks: Any, block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a block that belongs to no recomputed block. ``hooks`` get what it saves; with ``None``, its store does."""

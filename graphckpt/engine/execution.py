@@ -226,7 +226,7 @@ class Recomputation(Execution):
     def _stop(self) -> None:
         """Ends the recomputation, unless the code of the block could see it: Note [How a recomputation ends]."""
         first = self.frame._run_again.__code__
-        if self._runs_on() or parametrizations_are_cached() or has_always_called_hooks(sys._getframe(), first):
+        if self._must_run_on() or parametrizations_are_cached() or has_always_called_hooks(sys._getframe(), first):
             return
         self._stops_from = sys.maxsize  # once: a handler that catches it has the rest run
         self.has_stopped = True
@@ -264,7 +264,7 @@ class Recomputation(Execution):
             return
         self.draws_differ = frame.random_after.differs(frame.devices, self._num_calls)
 
-    def _runs_on(self) -> bool:
+    def _must_run_on(self) -> bool:
         """Whether the recomputation must not stop at the last saved tensor, as it may draw more numbers behind it.
 
         An RNG state that equals that after the original forward already here means that nothing more is to be drawn.
@@ -358,7 +358,7 @@ _NOTHING = nullcontext()
 #   frame inside       sets, runs, and resets in a `finally`, as if there were no interrupts
 #
 # So everything that the engine sets in a thread has a frame outside that does so: `Frame.run`, `Frame._recompute`, for
-# which also the entries of its `Undo` are what was there, and `_run_kept`. Of nested ones, the outermost decides.
+# which also the entries of its `Undo` are what was there, and `_run_with_hooks`. Of nested ones, the outermost decides.
 #
 # A second interrupt may come while that is done. `is_active` is right even then: it is the first that a `finally`
 # resets, before any call. What an execution that is not active has left is ignored: see `innermost`, and `OpMode`.

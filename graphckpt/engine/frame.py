@@ -378,7 +378,7 @@ class Frame(Execution, Call):
             # First: all below reads what it finds out, namely which copies are left, and what the call has changed.
             state.finish(call_state, learning=learning)
             if block.recorder is not None:
-                block.recorder.state_kept(block.name, state.replaced(call_state), self)
+                block.recorder.state_kept(block.name, state.replaced_tensors(call_state), self)
             if learning:
                 self._learn_host_rng()
             mutated = state.mutated(call_state, self._unread_parameters() if self.excluded else ())
@@ -429,7 +429,7 @@ class Frame(Execution, Call):
     def unpack(self, holder: Holder) -> torch.Tensor:
         # Only then may this backward run inside of a forward. Mostly it does not, and no call is made.
         if self.is_active or self.outer is not None or running.get() is not None:
-            self._refuse_backward_inside()
+            self._check_backward_inside()
         value = holder.value
         if value is None:
             self._recompute()
@@ -444,7 +444,7 @@ class Frame(Execution, Call):
             raise MutatedError(mismatch.modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return value
 
-    def _refuse_backward_inside(self) -> None:
+    def _check_backward_inside(self) -> None:
         """Raises an error if the backward that asks for a tensor was started inside of a forward of a block.
 
         A recomputation would repeat it. Autograd may do its work in a thread of its own, where ``running`` says nothing

@@ -241,7 +241,7 @@ def differs(now: Any, then: Any) -> bool:
 
     ``then`` is the state of ``now`` if that is a generator or an array.
     """
-    if type(now) not in _PLAIN:
+    if type(now) not in _PLAIN_DATA:
         if isinstance(now, (torch.Tensor, torch.Generator)):
             return version_of(now) != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
         if not isinstance(now, (Slots, *CONTAINERS)):  # NumPy's generators have arrays in their states
@@ -351,7 +351,7 @@ def attribute_of(value: Any, name: str) -> Any:
         return None
 
 
-_PLAIN = ATOMS.union(CONTAINERS, (OrderedDict,))
+_PLAIN_DATA = ATOMS.union(CONTAINERS, (OrderedDict,))
 
 
 def changed_tensors(objects: Objects) -> list[torch.Tensor]:
@@ -449,12 +449,14 @@ class ObjectCopy:
     there is none any more, it gets an equal one.
     """
 
-    __slots__ = ("_empty", "_is_container", "_kind", "_ref", "attributes", "content", "is_plain", "number", "reaches")
+    __slots__ = (
+        "_empty", "_is_container", "_kind", "_ref", "attributes", "content", "is_plain_data", "object_id", "reached",
+    )  # fmt: skip
 
     def __init__(self, value: Any, owner: Any) -> None:
         # The id of the object: one in several attributes is copied once. A container is not held, and may be freed:
         # another one with its id is then filled in its place, and gets its own contents back.
-        self.number = id(value)
+        self.object_id = id(value)
         self._kind: Any = type(value)
         self._is_container = owner is value
         self._ref = ref(value) if self._kind.__weakrefoffset__ and not self._is_container else None
@@ -464,13 +466,13 @@ class ObjectCopy:
         """Of a container of a class of the program's."""
         self.content = contents(owner)
         """Of a container the same type with the items, of an object a dictionary of its attributes."""
-        self.reaches = self._others()
+        self.reached = self._reached_items()
         """What of the contents is not a number, a string, or the like."""
-        is_plain = not self.reaches or _PLAIN.issuperset(map(type, self.reaches))
-        self.is_plain = is_plain and self.attributes is None
+        is_plain = not self.reached or _PLAIN_DATA.issuperset(map(type, self.reached))
+        self.is_plain_data = is_plain and self.attributes is None
         if not is_plain:
             self.content = _mapped(without_history, owner, self.content)
-            self.reaches = self._others()
+            self.reached = self._reached_items()
 
     @classmethod
     def of(cls, value: Any) -> ObjectCopy | None:
@@ -479,7 +481,7 @@ class ObjectCopy:
             return cls(value, value)
         return cls(value, attribute_of(value, "__dict__")) if _has_attributes_alone(value) else None
 
-    def _others(self) -> list[Any]:
+    def _reached_items(self) -> list[Any]:
         content: Any = self.content
         items = content.values() if isinstance(content, dict) else content
         return [item for item in items if type(item) not in ATOMS]
@@ -490,7 +492,7 @@ class ObjectCopy:
 
     def is_of(self, value: Any) -> bool:
         """Whether ``value`` is the object that was copied."""
-        return id(value) == self.number and type(value) is self._kind and (self._ref is None or self._ref() is value)
+        return id(value) == self.object_id and type(value) is self._kind and (self._ref is None or self._ref() is value)
 
     def differs_from(self, value: Any) -> bool:
         return not self.is_of(value) or differs(self.owner_of(value), self.content)
@@ -552,10 +554,10 @@ def find_copied(copies: Iterable[tuple[Any, ObjectCopy]]) -> dict[int, Any]:
     """
     # First all that attributes still hold: a container is known by its attribute alone, and one that is held by two
     # must not be made anew for the first of them.
-    objects = {copied.number: value for value, copied in copies if copied.is_of(value)}
+    objects = {copied.object_id: value for value, copied in copies if copied.is_of(value)}
     for _, copied in copies:
-        if copied.number not in objects:
-            objects[copied.number] = copied.find()
+        if copied.object_id not in objects:
+            objects[copied.object_id] = copied.find()
     return objects
 
 
@@ -571,7 +573,7 @@ def _has_attributes_alone(value: Any) -> bool:
 
 def is_plain_data(values: Iterable[Any], objects: Objects) -> bool:
     """Whether ``objects``, which ``values`` reach, hold numbers, strings and flags, and containers of such, alone."""
-    if not all(_PLAIN.issuperset(map(type, items_of(owner, content))) for owner, content in objects):
+    if not all(_PLAIN_DATA.issuperset(map(type, items_of(owner, content))) for owner, content in objects):
         return False
     ids = {id(owner) for owner, _ in objects}
     return all(id(value) in ids for value in values)

@@ -30,7 +30,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.clones import has_plain_values, is_sparse_in_memory, num_spanned, with_strides
+from graphckpt.engine.clones import has_strided_values, is_sparse_in_memory, num_spanned, with_strides
 from graphckpt.engine.execution import may_be_filled_later
 from graphckpt.engine.objects import (
     Objects,
@@ -360,7 +360,7 @@ def _has_new_values(original: _OriginalArgument) -> bool:
     tensor, copied = original.tensor, original.copied
     if type(tensor) is not torch.Tensor or copied is None or tensor.requires_grad or tensor.dim() != 1:
         return False
-    if not (tensor.is_floating_point() and has_plain_values(tensor)):
+    if not (tensor.is_floating_point() and has_strided_values(tensor)):
         return False
     return not torch.allclose(tensor, copied, rtol=0, atol=0, equal_nan=True)
 
@@ -604,9 +604,9 @@ class Arguments:
         mutated: set[int] = set()
         for each in originals:
             if has_storage(each.tensor):
-                storage = id(each.tensor.untyped_storage())
-                owners.setdefault(storage, []).append(each.position)
-                mutated |= {storage} if each.position in self._mutated else set()
+                storage_id = id(each.tensor.untyped_storage())
+                owners.setdefault(storage_id, []).append(each.position)
+                mutated |= {storage_id} if each.position in self._mutated else set()
         for index in call_state.copies:
             buffer = call_state.tensors[index]
             positions = owners.get(id(buffer.untyped_storage())) if has_storage(buffer) else None

@@ -124,13 +124,13 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class Sketch(NamedTuple):
-    layout: _Reading
+    reading: _Reading
     """How the tensor was read. A tensor with which it is compared is read in the same way."""
     values: torch.Tensor
 
 
-def sketch_of(tensor: torch.Tensor, layout: _Reading | None = None) -> Sketch | None:
-    """Returns the sketch of a tensor, read by ``layout`` if that is given; ``None`` if it has no plain values.
+def sketch_of(tensor: torch.Tensor, reading: _Reading | None = None) -> Sketch | None:
+    """Returns the sketch of a tensor, read by ``reading`` if that is given; ``None`` if its values cannot be read.
 
     It is called :func:`unobserved`. No temporary takes more than 1 % of a large tensor.
     """
@@ -141,18 +141,18 @@ def sketch_of(tensor: torch.Tensor, layout: _Reading | None = None) -> Sketch | 
         tensor = shard
     if not _has_values(tensor):
         return None
-    if layout in (None, _AS_IT_IS) and tensor.is_contiguous() and tensor.dtype in _FLOATS:  # nearly all of them
+    if reading in (None, _AS_IT_IS) and tensor.is_contiguous() and tensor.dtype in _FLOATS:  # nearly all of them
         return Sketch(_AS_IT_IS, _project_flat(tensor))
-    layout = layout or _reading_of(tensor)
-    if tensor.is_conj() is not layout.is_conjugate:
+    reading = reading or _reading_of(tensor)
+    if tensor.is_conj() is not reading.is_conjugate:
         return None
     if tensor.is_complex():
-        plain = torch.view_as_real(tensor.conj() if layout.is_conjugate else tensor)
-        layout_of_parts = layout._replace(order=layout.order and (*layout.order, tensor.dim()))
-        values = _project(plain, layout_of_parts)
+        plain = torch.view_as_real(tensor.conj() if reading.is_conjugate else tensor)
+        reading_of_parts = reading._replace(order=reading.order and (*reading.order, tensor.dim()))
+        values = _project(plain, reading_of_parts)
     else:
-        values = _project(tensor, layout)
-    return None if values is None else Sketch(layout, values)
+        values = _project(tensor, reading)
+    return None if values is None else Sketch(reading, values)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
@@ -181,30 +181,30 @@ def _reading_of(tensor: torch.Tensor) -> _Reading:
     order = None
     if not is_contiguous:
         order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
-    layout = _Reading(order, repeated, tensor.is_conj(), 0)
-    read = _in_order(tensor, layout)
+    reading = _Reading(order, repeated, tensor.is_conj(), 0)
+    read = _in_order(tensor, reading)
     if read.is_contiguous() and read.dtype in _TOLERANCES:
-        return layout
+        return reading
     rows = read.numel() * read.dtype.itemsize // (_MAX_PIECES * _ROW)
-    return layout._replace(piece=max(_PIECE, rows * _ROW))
+    return reading._replace(piece=max(_PIECE, rows * _ROW))
 
 
-def _in_order(tensor: torch.Tensor, layout: _Reading) -> torch.Tensor:
-    for dim in layout.repeated:
+def _in_order(tensor: torch.Tensor, reading: _Reading) -> torch.Tensor:
+    for dim in reading.repeated:
         tensor = tensor.narrow(dim, 0, 1)
-    return tensor if layout.order is None else tensor.permute(layout.order)
+    return tensor if reading.order is None else tensor.permute(reading.order)
 
 
-def _project(tensor: torch.Tensor, layout: _Reading) -> torch.Tensor | None:
-    tensor = _in_order(tensor, layout)
+def _project(tensor: torch.Tensor, reading: _Reading) -> torch.Tensor | None:
+    tensor = _in_order(tensor, reading)
     is_contiguous = tensor.is_contiguous()
-    if not layout.piece:
+    if not reading.piece:
         return _project_flat(tensor.view(-1)) if is_contiguous else None
     dtype = _dtype_of_products(tensor)
     carrier = _CARRIERS.get(tensor.dtype.itemsize, tensor.dtype) if dtype is not tensor.dtype else dtype
     parts = []
-    for start in range(0, tensor.numel(), layout.piece):
-        end = min(start + layout.piece, tensor.numel())
+    for start in range(0, tensor.numel(), reading.piece):
+        end = min(start + reading.piece, tensor.numel())
         if is_contiguous:
             piece = tensor.view(-1)[start:end]
         else:
@@ -368,7 +368,7 @@ class ValueCheck:
         """
         for position, tensor in self._unsettled:
             sketch = self.sketches[position]
-            later = None if sketch is None else sketch_of(tensor, sketch.layout)
+            later = None if sketch is None else sketch_of(tensor, sketch.reading)
             if sketch is None or later is None:
                 self.sketches[position] = None
             elif tensor.is_cuda:  # which is not to be waited for
@@ -437,7 +437,7 @@ class Comparison:
     def _compare(self, position: int, original: Sketch, tensor: torch.Tensor) -> None:
         if self._fault is not None:
             return
-        sketch = sketch_of(tensor, original.layout)
+        sketch = sketch_of(tensor, original.reading)
         if sketch is None or sketch.values.shape != original.values.shape:
             return
         is_cuda = tensor.is_cuda

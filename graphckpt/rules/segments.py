@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.excluded import run_kept
+from graphckpt.engine.excluded import run_kept_part
 from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
@@ -112,7 +112,7 @@ def run_segments(
     for first, end in pairwise(starts):
         value = chain.recompute(first, end, partial(_call_in_order, children[first:end]), value)
     for child in children[starts[-1] :]:  # a call with all of them would keep its argument alive
-        value = run_kept(block, wrap(child), value)
+        value = run_kept_part(block, wrap(child), value)
     return value
 
 
@@ -133,7 +133,7 @@ class _Chain(NamedTuple):
             middle = (first + end) // 2
             value = self.recompute(first, middle, partial(self.run_halves, first, middle), value)
             first = middle
-        return run_kept(self.block, self.wrap(self.children[first]), value)
+        return run_kept_part(self.block, self.wrap(self.children[first]), value)
 
 
 def run_segments_in_graph(

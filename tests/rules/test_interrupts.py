@@ -89,7 +89,7 @@ def interrupts_in_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Where a thread's state is set and reset, of PyTorch too: a `with` calls the last two.
 ENTRY_AND_EXIT = {
-    "Frame.run", "Frame._original_forward", "Frame._recompute", "Frame._run_again", "enter_modes", "_run_kept",
+    "Frame.run", "Frame._original_forward", "Frame._recompute", "Frame._run_again", "enter_modes", "_run_with_hooks",
     "surroundings", "put_surroundings_back", "set_active_modes", "put_back", "enter_ambient", "_set_autocast",
     "_ModesPaused.__enter__", "_ModesPaused.__exit__", "TorchDispatchMode.__enter__", "TorchDispatchMode.__exit__",
 }  # fmt: skip

@@ -501,7 +501,7 @@ def test_autocast_and_generators_are_left_alone() -> None:
 def difference(one: Tensor, other: Tensor) -> float:
     original = sketch_of(one)
     assert original is not None
-    sketch = sketch_of(other, original.layout)
+    sketch = sketch_of(other, original.reading)
     assert sketch is not None
     pair = values._Pair(0, (one.dtype, one.shape), original.values, sketch.values)
     return float(relative_differences([pair]))
@@ -624,7 +624,7 @@ def test_a_copy_with_other_strides_has_the_same_values(layout: str) -> None:
     if layout == "expanded":
         tensor = tensor[:64]
     original = sketches(tensor)
-    copied = sketch_of(tensor.clone(memory_format=torch.contiguous_format), original.layout)
+    copied = sketch_of(tensor.clone(memory_format=torch.contiguous_format), original.reading)
     assert copied is None or torch.allclose(copied.values, original.values, rtol=1e-4, atol=1e-5)
 
 
