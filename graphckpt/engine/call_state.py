@@ -91,10 +91,11 @@ Modes: TypeAlias = tuple[bool | None, ...]
 _OWN: Final = [*nn.Module().__dict__]  # the attributes that every module has, such as `training` and `_parameters`
 _OWN_NAMES: Final = frozenset(_OWN)
 _slots_of: Final = itemgetter("_parameters", "_buffers", "_modules")
-_hooks_of: Final = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
+_hooks_of: Final = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_notes_of: Final = itemgetter(
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
+)
+_mode_of: Final = itemgetter("training")
 _version_of: Final = attrgetter("_version")
 _requires_grad_of: Final = attrgetter("requires_grad")
 _fields_of: Final = attrgetter("__dict__")
@@ -122,40 +123,45 @@ class Dicts:
     #
     # Flat, as nearly always nothing has changed, which each recomputation asks before and after it: a comparison in C
     # takes 1 us for these, one in Python for each dict 4 us. Identities are compared: `==` of tensors is an op. Of
-    # hooks, as there are mostly none, it is only asked whether there are any.
+    # hooks, as there are mostly none, it is only asked whether there are any; what PyTorch notes of them is read then.
 
-    __slots__ = ("_filled", "_hooks", "_keys", "_registries", "_sizes", "_slots", "_values", "parameters")
+    __slots__ = ("_fields", "_filled", "_hooks", "_hooks_then", "_keys", "_sizes", "_values", "slots")
 
-    def __init__(self, slots: list[dict[Any, Any]], registries: list[dict[Any, Any]]) -> None:
-        self._slots, self._registries = slots, registries  # three of each module, and seven
-        self.parameters = slots[::3]
+    def __init__(self, fields: list[Fields]) -> None:
+        self._fields = fields
+        self.slots = slots = [*chain.from_iterable(map(_slots_of, fields))]
+        """Three of each module: parameters, buffers and children."""
         self._filled = filled = [*filter(None, slots)]
         self._sizes = [*map(len, filled)]
         self._keys = [*chain.from_iterable(filled)]
         self._values = [*chain.from_iterable(map(dict.values, filled))]
-        self._hooks = {id(each): each.copy() for each in registries if each} if any(registries) else {}
+        self._hooks = [*chain.from_iterable(map(_hooks_of, fields)), *_GLOBAL_HOOKS]
+        self._hooks_then = {id(each): each.copy() for each in self._registries() if each} if any(self._hooks) else {}
+
+    def _registries(self) -> Iterator[dict[Any, Any]]:
+        return chain(self._hooks, chain.from_iterable(map(_notes_of, self._fields)))
 
     def now(self) -> Dicts:
         """Returns the same dicts with what they hold now; itself if that is the same, in the same order."""
-        filled = [*filter(None, self._slots)]
+        filled = [*filter(None, self.slots)]
         is_same = (
             [*map(len, filled)] == self._sizes
             and all(map(is_, filled, self._filled))
             and [*chain.from_iterable(filled)] == self._keys
             and all(map(is_, chain.from_iterable(map(dict.values, filled)), self._values))
-            and (self._has_same_hooks() if self._hooks else not any(self._registries))
+            and (self._has_same_hooks() if self._hooks_then else not any(self._hooks))
         )
-        return self if is_same else Dicts(self._slots, self._registries)
+        return self if is_same else Dicts(self._fields)
 
     def _has_same_hooks(self) -> bool:
-        present = [*filter(None, self._registries)]
-        return [*map(id, present)] == [*self._hooks] and not any(map(differs, present, self._hooks.values()))
+        present = [*filter(None, self._registries())]
+        return [*map(id, present)] == [*self._hooks_then] and not any(map(differs, present, self._hooks_then.values()))
 
     def contents_by_id(self) -> dict[int, dict[Any, Any]]:
         """Returns what those hold that are not empty, by their ids."""
         items = zip(self._keys, self._values, strict=True)
         sizes = zip(self._filled, self._sizes, strict=True)
-        return {id(owner): dict(islice(items, size)) for owner, size in sizes} | self._hooks
+        return {id(owner): dict(islice(items, size)) for owner, size in sizes} | self._hooks_then
 
     def put(self, unchanged: Iterable[dict[Any, Any]] = ()) -> None:
         """Gives the dicts their contents back, but ``unchanged`` ones and parameters that FSDP has exchanged."""
@@ -163,7 +169,7 @@ class Dicts:
             return
         contents = self.contents_by_id()
         ids = {*map(id, unchanged)}
-        for owner in chain(self._slots, self._registries):
+        for owner in chain(self.slots, self._registries()):
             then = contents.get(id(owner), {})
             if (owner or then) and id(owner) not in ids:  # what is empty now and was so is passed over
                 restore(owner, {key: _exchanged(owner.get(key), each) for key, each in then.items()})
@@ -181,15 +187,13 @@ class CallState:
     modes: Modes
     is_first: bool
     """Whether it is a first call, which clones all tensors."""
-    tensors: tuple[Any, ...]
+    tensors: list[Any]
     """Parameters, then buffers, then tensors in attributes: all indices count so."""
     places: list[Place]
     """Where those behind the parameters are, in this order."""
     versions: list[int]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
-    shared: Collection[int]
-    """The indices of those that share memory with others."""
     dicts: Dicts
     """Of parameters, buffers, children and hooks."""
     trainable: list[bool]
@@ -198,10 +202,13 @@ class CallState:
     """Of containers and objects in attributes: number of the module, name of the attribute."""
     objects: Objects
     """The contents of what these reach, and the versions of the tensors in them."""
-    with_history: Collection[int]
+    # What few calls have is set afterwards: the call of a constructor with all of them takes 0.5 us more.
+    shared: Collection[int] = ()
+    """The indices of the tensors with copies that share memory with others."""
+    with_history: Collection[int] = ()
     """The indices of the attributes that have a history."""
-    scripted: list[ScriptedValue]
-    changed_tensors: list[torch.Tensor]
+    scripted: Sequence[ScriptedValue] = ()
+    changed_tensors: Sequence[torch.Tensor] = ()
     """Tensors that the call has modified in place and only a container or an object holds: no copy of them exists."""
 
 
@@ -342,11 +349,13 @@ class ModuleState:
         # All below reads these copies, as another thread may set attributes meanwhile.
         modules = self._live_modules()
         fields = [*map(dict.copy, map(_fields_of, modules))]
-        modes = tuple([each.get("training") for each in fields])
-        slots = [*chain.from_iterable(map(_slots_of, fields))]
-        dicts = Dicts(slots, [*chain.from_iterable(map(_hooks_of, fields)), *_GLOBAL_HOOKS])
-        own_buffers = slots[1::3]
-        values = chain(chain.from_iterable(map(dict.values, dicts.parameters)), self._scripted_parameters)
+        try:
+            modes: Modes = tuple(map(_mode_of, fields))
+        except KeyError:
+            modes = tuple(each.get("training") for each in fields)
+        dicts = Dicts(fields)
+        own_parameters, own_buffers = dicts.slots[::3], dicts.slots[1::3]
+        values = chain(chain.from_iterable(map(dict.values, own_parameters)), self._scripted_parameters)
         parameters = [each for each in values if each is not None]  # as the bias of a layer without one is
         tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
         places: list[Place] = []
@@ -379,24 +388,16 @@ class ModuleState:
             has_attributes = len(places) > num_buffers or bool(of_attributes)
             if has_attributes or ids != self._shared[0] or any(each._is_view() for each in tensors[first:]):
                 self._shared = ids, _sharing([*tensors, *of_attributes], range(first, len(tensors)))
-        return CallState(
-            modules=modules,
-            fields=fields,
-            modes=modes,
-            is_first=is_first,
-            tensors=tuple(tensors),
-            places=places,
-            versions=_read_versions(tensors),
-            copies=copies,
-            shared=self._shared[1],
-            dicts=dicts,
-            trainable=_trainable(parameters),
-            object_copies=attributes.objects,
-            objects=objects,
-            with_history={first + each for each in attributes.with_history} if attributes.with_history else (),
-            scripted=self._scripted.take() if self._scripted.attributes else [],
-            changed_tensors=[],
-        )
+        state = CallState(
+            modules, fields, modes, is_first, tensors, places, _read_versions(tensors), copies, dicts,
+            _trainable(parameters), attributes.objects, objects,
+        )  # fmt: skip
+        if copies:
+            state.shared = self._shared[1]
+            state.with_history = [first + each for each in attributes.with_history]
+        if self._scripted.attributes:
+            state.scripted = self._scripted.take()
+        return state
 
     def _is_statistic(self, place: Place, fields: list[Fields]) -> bool:
         """Whether a buffer is a statistic of a norm that moves, which the kernel writes without a new version."""
@@ -502,7 +503,7 @@ class ModuleState:
 
     def name(self, index: int, state: CallState) -> str:
         contents = state.dicts.contents_by_id()
-        parameters = [contents.get(id(each), {}) for each in state.dicts.parameters]
+        parameters = [contents.get(id(each), {}) for each in state.dicts.slots[::3]]
         named = [(at, "", key) for at, own in enumerate(parameters) for key, each in own.items() if each is not None]
         places = dict(enumerate(named))
         places |= enumerate(state.places, len(state.trainable))
@@ -540,9 +541,9 @@ class ModuleState:
         # `present` is of the dict objects of the call. One that has replaced such a dict since is in `live`, untouched.
         present, trainable = dicts.now(), _trainable(parameters)
         # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
-        undo += [(_set_trainable, (parameters, trainable)), (_give, (modules, live)), (present.put, ())]
+        undo.append((_put_modules_back, (present, modules, live, parameters, trainable)))
         if present is not dicts:
-            dicts.put(dicts.parameters if is_of_child else ())
+            dicts.put(dicts.slots[::3] if is_of_child else ())
         if state.object_copies or state.objects:
             objects = find_copied([(live[at].get(key), copied) for at, key, copied in state.object_copies])
             for at, key, copied in state.object_copies:
@@ -588,7 +589,7 @@ class ModuleState:
         """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
         pairs = zip(state.tensors, state.versions, strict=True)
         modified = {id(each) for each, version in pairs if id(each) in unread and each._version != version}
-        for own in state.dicts.parameters:
+        for own in state.dicts.slots[::3]:
             if not modified.isdisjoint(map(id, own.values())):
                 undo.append((restore, (own, own.copy())))
                 own.update({key: stand_in(each) for key, each in own.items() if id(each) in modified})
@@ -606,6 +607,18 @@ def _give(modules: list[nn.Module], fields: list[Fields]) -> None:
     """Gives modules their ``__dict__``."""
     # In one call of C, which Ctrl-C does not interrupt.
     [*map(_set_fields, modules, fields)]
+
+
+def _put_modules_back(
+    dicts: Dicts,
+    modules: list[nn.Module],
+    fields: list[Fields],
+    parameters: Sequence[torch.Tensor],
+    trainable: list[bool],
+) -> None:
+    dicts.put()
+    _give(modules, fields)
+    _set_trainable(parameters, trainable)
 
 
 def _set_trainable(parameters: Sequence[torch.Tensor], trainable: list[bool]) -> None:

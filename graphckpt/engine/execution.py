@@ -226,7 +226,8 @@ class Recomputation(Execution):
     def _stop(self) -> None:
         """Ends the recomputation, unless the code of the block could see it: Note [How a recomputation ends]."""
         first = self.frame._run_again.__code__
-        if self._must_run_on() or parametrizations_are_cached() or has_always_called_hooks(sys._getframe(), first):
+        may_draw = self.frame.random_after is not None and self._must_run_on()
+        if may_draw or parametrizations_are_cached() or has_always_called_hooks(sys._getframe(), first):
             return
         self._stops_from = sys.maxsize  # once: a handler that catches it has the rest run
         self.has_stopped = True
@@ -249,10 +250,9 @@ class Recomputation(Execution):
         It saves its noise, then its input, and then writes the noise: the recomputation must not stop there. Another op
         may look the same, which then runs to its end.
         """
-        before = self._holders[max(position - 1, 0) : position + 1]
-        if len(before) < 2:
+        if not position:
             return False
-        noise, last = before[0](), before[1]()
+        noise, last = self._holders[position - 1](), self._holders[position]()
         if noise is None or noise.value is None or last is None or noise.shape != last.shape:
             return False
         return may_be_filled_later(noise.value)

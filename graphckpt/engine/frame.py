@@ -7,7 +7,6 @@ made. Children that are excluded from it pass their outputs on: see :func:`run_e
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,6 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from graphckpt._compat import (
+    NO_MODES,
     WithoutValues,
     current_accelerator,
     current_backward,
@@ -28,7 +28,6 @@ from graphckpt._compat import (
     foreign_modes,
     gradient_hooks,
     is_watched,
-    num_function_modes,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -76,6 +75,7 @@ from graphckpt.thread_state import (
     enter_modes,
     get_rng_state,
     is_autocast,
+    num_other_threads,
     set_rng_state,
     shared_state,
     take_ambient,
@@ -268,7 +268,7 @@ class Frame(Execution, Call):
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
         if state.is_lazy:  # which the call initializes
             return self._function(*args, **kwargs)
-        outer, hooks, _, _ = before  # the frame's own hooks are pushed later
+        outer, hooks, modes, _ = before  # the frame's own hooks are pushed later
         is_nested = self.is_recomputation
         self.backward = current_backward()
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
@@ -294,7 +294,7 @@ class Frame(Execution, Call):
             num_calls = enter_call(self, self.devices, is_outermost=outer is None)
             self._random = get_rng_state(self.devices, host=bool(may_draw_on_host))
             self._ambient = take_ambient(self.devices)
-            self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
+            self._modes = _NO_MODES if modes is NO_MODES else foreign_modes()
             self._early_stop &= not learning  # a first call's runs to its end, to detect extra saved tensors
             # Hooks around keep the arguments: they must receive the same in each call, whatever the block is joined to.
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
@@ -303,9 +303,7 @@ class Frame(Execution, Call):
         # Out of `engine_ops`, which is entered anew after forward: the modes of blocks around must see the block's ops.
         try:
             output = self._original_forward(args, kwargs)
-            if (self.devices or threading.active_count() > 1) and not (
-                is_nested or call_state.modes in block.drawless_modes
-            ):
+            if (self.devices or num_other_threads()) and not (is_nested or call_state.modes in block.drawless_modes):
                 self.random_after = shared_state(self.devices, num_calls)
         except Exception as error:  # if it is caught, backward may still come by an argument modified in place
             self._failure = type(error)
