@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
 from weakref import ProxyTypes
@@ -95,7 +95,6 @@ _hooks_of: Final = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward
 _notes_of: Final = itemgetter(
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 )
-_mode_of: Final = itemgetter("training")
 _version_of: Final = attrgetter("_version")
 _requires_grad_of: Final = attrgetter("requires_grad")
 _fields_of: Final = attrgetter("__dict__")
@@ -328,7 +327,7 @@ class ModuleState:
         return self.is_lazy or not is_same or any(self._leaves)
 
     def _live_modules(self) -> list[nn.Module]:
-        modules: list[Any] = [ref() for ref in self._modules]
+        modules: list[Any] = [*map(call, self._modules)]
         return [_FREED if each is None else each for each in modules] if self._freed else modules
 
     def tensors(self) -> list[torch.Tensor]:
@@ -349,13 +348,10 @@ class ModuleState:
         # All below reads these copies, as another thread may set attributes meanwhile.
         modules = self._live_modules()
         fields = [*map(dict.copy, map(_fields_of, modules))]
-        try:
-            modes: Modes = tuple(map(_mode_of, fields))
-        except KeyError:
-            modes = tuple(each.get("training") for each in fields)
+        modes = tuple([each.get("training") for each in fields])
         dicts = Dicts(fields)
-        own_parameters, own_buffers = dicts.slots[::3], dicts.slots[1::3]
-        values = chain(chain.from_iterable(map(dict.values, own_parameters)), self._scripted_parameters)
+        own_buffers = dicts.slots[1::3]
+        values = chain(chain.from_iterable(map(dict.values, dicts.slots[::3])), self._scripted_parameters)
         parameters = [each for each in values if each is not None]  # as the bias of a layer without one is
         tensors: list[Any] = []  # what a call may modify: buffers, then tensors in attributes
         places: list[Place] = []
@@ -541,7 +537,7 @@ class ModuleState:
         # `present` is of the dict objects of the call. One that has replaced such a dict since is in `live`, untouched.
         present, trainable = dicts.now(), _trainable(parameters)
         # Before the first change, as Ctrl-C may come right after it. In the dicts of then: the recomputation has these.
-        undo.append((_put_modules_back, (present, modules, live, parameters, trainable)))
+        undo += [(_set_trainable, (parameters, trainable)), (_give, (modules, live)), (present.put, ())]
         if present is not dicts:
             dicts.put(dicts.slots[::3] if is_of_child else ())
         if state.object_copies or state.objects:
@@ -563,6 +559,7 @@ class ModuleState:
         tensors: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for at, clone in state.copies.items():  # see Note [How a tensor has its values of then] in clones.py
+            tensor = state.tensors[at]
             if at in state.with_history:
                 # Such as the weight of `spectral_norm`, which each forward sets anew. Another tensor with its values
                 # serves: gradients flow through the graph of the original forward, and not through this one. By now
@@ -570,13 +567,13 @@ class ModuleState:
                 module, _, key = state.places[at - len(state.trainable)]
                 with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                     fields[module][key] = clone.detach().requires_grad_().clone()
-            elif at in state.shared or not _has_own_memory(state.tensors[at]):
-                tensors.append(state.tensors[at])
+            elif at in state.shared or not _has_own_memory(tensor):
+                tensors.append(tensor)
                 values.append(clone)
             else:
-                lent.append(state.tensors[at])
-                undo.append((_give_memory, (state.tensors[at], state.tensors[at].data, state.tensors[at]._version)))
-                state.tensors[at].data = clone.clone()  # a second recomputation needs the same values
+                lent.append(tensor)
+                undo.append((_give_memory, (tensor, tensor.data, tensor._version)))
+                tensor.data = clone.clone()  # a second recomputation needs the same values
         if tensors:
             undo.append((_give_values, (tensors, [each.detach().clone() for each in tensors], _read_versions(tensors))))
             _give_values(tensors, values)
@@ -607,18 +604,6 @@ def _give(modules: list[nn.Module], fields: list[Fields]) -> None:
     """Gives modules their ``__dict__``."""
     # In one call of C, which Ctrl-C does not interrupt.
     [*map(_set_fields, modules, fields)]
-
-
-def _put_modules_back(
-    dicts: Dicts,
-    modules: list[nn.Module],
-    fields: list[Fields],
-    parameters: Sequence[torch.Tensor],
-    trainable: list[bool],
-) -> None:
-    dicts.put()
-    _give(modules, fields)
-    _set_trainable(parameters, trainable)
 
 
 def _set_trainable(parameters: Sequence[torch.Tensor], trainable: list[bool]) -> None:
