@@ -5,6 +5,7 @@ The names of its compiler are in `_compat_compiler`, of its fake tensors in `_co
 
 from __future__ import annotations
 
+import _thread
 import functools
 import sys
 import weakref
@@ -51,6 +52,10 @@ pytree = _pytree
 active_saved_tensor_hooks: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None]
 active_saved_tensor_hooks = functools.partial(_top_saved_tensors_default_hooks, False)
 """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``; it cannot be read publicly."""
+
+
+num_other_threads = _thread._count
+"""Counts the threads that Python has started. ``threading.active_count()`` takes a lock, and 0.3 us more a call."""
 
 
 def is_torch_checkpoint(hooks: tuple[Any, Any] | None) -> bool:

@@ -6,6 +6,8 @@ import inspect
 import operator
 import re
 import sys
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -214,6 +216,21 @@ def test_enabled_attention_kernels_are_the_same_without_python() -> None:
 
 def test_the_accelerator_is_the_same_without_python() -> None:
     assert _compat.current_accelerator() == torch.accelerator.current_accelerator()
+
+
+def test_other_threads_are_counted_while_they_run() -> None:
+    before, event = _compat.num_other_threads(), threading.Event()
+    threads = [threading.Thread(target=event.wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert _compat.num_other_threads() == before + 2
+    event.set()
+    for thread in threads:
+        thread.join()
+    deadline = time.monotonic() + 10  # a thread is joined just before it is no longer counted
+    while _compat.num_other_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert _compat.num_other_threads() == before
 
 
 def test_views_and_detached_tensors_share_a_version_counter() -> None:

@@ -75,7 +75,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(20_000, 50, 100)
-    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(run_gc_after_compile=False):
         yield
