@@ -98,7 +98,7 @@ def gradient_buckets(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return []
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
     classes = _with_subclasses(DistributedDataParallel)
-    wrappers = [each for each in gc.get_objects() if type(each) in classes]
+    wrappers = [each for each in _all_objects() if type(each) in classes]
     buckets: list[torch.Tensor] = []
     for wrapper in wrappers:
         reducer = getattr(wrapper, "reducer", None)
@@ -109,6 +109,18 @@ def gradient_buckets(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             reducer._get_zeros_like_grad_buckets()
         buckets += reader.buckets
     return buckets
+
+
+def _all_objects() -> list[Any]:
+    """Returns what the garbage collector tracks, with what a program or a plan has frozen, which stays so."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # of what is not frozen yet: garbage would stay
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _with_subclasses(base: type) -> set[type]:

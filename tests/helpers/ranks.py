@@ -92,10 +92,7 @@ def _rank(
     seconds: float,
 ) -> None:
     torch.set_num_threads(1)
-    # The collector, and DDP's buckets, which are found by it, walk what a rank makes, not what it was forked with. A
-    # plan freezes objects only where nothing is frozen, as in a training.
-    gc.freeze()
-    gc.get_freeze_count = lambda: 0
+    gc.freeze()  # the collector walks what a rank makes, not what it was forked with
     # Ranks that wait for each other end, and show where.
     stacks = os.open(Path(folder, f"stacks of {rank}"), os.O_WRONLY | os.O_CREAT)
     faulthandler.dump_traceback_later(seconds, exit=True, file=stacks)

@@ -5,6 +5,7 @@ FSDP2 gathers and frees weights by resizing their storages, and DDP's buckets be
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphckpt
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.budget import Budget
+from graphckpt.planning.plan_step import frozen_objects
 from graphckpt.planning.steps import RealStep, peak_of
 from tests.parallel.test_products import Block, D, sequence_parallel, sharded, tensor_parallel
 
@@ -300,6 +302,21 @@ def peaks_of_first_steps(way: str) -> list[int]:
     return [peak for peak in peaks if peak is not None]
 
 
+def buckets_of_a_frozen_wrapper_count(rank: int) -> None:
+    """As in a plan, and in a program that freezes what it has built, which the collector lists no longer."""
+    del rank
+    case = Case("ddp")
+    weights = list(case.inner.parameters())
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    assert sum(bucket.nbytes for bucket in gradient_buckets(weights)) == sum(weight.nbytes for weight in weights)
+    assert gc.get_freeze_count() >= num_frozen > 0
+    gc.unfreeze()
+    with frozen_objects():
+        assert gradient_buckets(weights)
+    assert gc.get_freeze_count() == 0
+
+
 def sparse_gradients_have_no_bucket_at_first(rank: int) -> None:
     del rank
     inner = nn.Sequential(nn.Embedding(32, D, sparse=True), nn.Linear(D, D))
@@ -316,7 +333,12 @@ def sparse_gradients_have_no_bucket_at_first(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [buckets_are_those_of_the_hook, buckets_count_once_in_each_step, sparse_gradients_have_no_bucket_at_first],
+    [
+        buckets_are_those_of_the_hook,
+        buckets_count_once_in_each_step,
+        buckets_of_a_frozen_wrapper_count,
+        sparse_gradients_have_no_bucket_at_first,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_gradient_buckets(tmp_path: Path, check: Callable[[int], None]) -> None:

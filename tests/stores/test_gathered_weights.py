@@ -178,20 +178,20 @@ WAYS: dict[str, dict[str, Any]] = {
 def train(way: str, policy: Any) -> list[Tensor]:
     torch.manual_seed(0)
     product = _SavesDetached.apply if way == "saved without history" else F.linear
-    model = stack_of(lambda: Layer(product), 2).append(nn.Linear(D, 4))
+    model = stack_of(lambda: Layer(product), 3).append(nn.Linear(D, 4))
     if way == "tensor parallel":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for layer in model[:2]:
+        for layer in model[:3]:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh["dp"]
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model[:2]:
+    for layer in model[:3]:
         for module in (layer.up, layer.down, layer):
             fully_shard(module, mesh=mesh, **WAYS[way])
     fully_shard(model, mesh=mesh, **WAYS[way])
     if policy is not None:
-        graphckpt.apply(model, {"[01]": policy})
+        graphckpt.apply(model, {"[0-2]": policy})
     torch.manual_seed(1 + (0 if way == "tensor parallel" else dist.get_rank()))
     for _ in range(3):
         model(torch.randn(N, D)).square().mean().backward()
