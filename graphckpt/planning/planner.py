@@ -412,17 +412,16 @@ def run_under(
             # The threads that copy may be early in one step and late in another: less than predicted proves nothing.
             peak = max(peak, plan.predicted_peak_bytes - plan.correction_bytes)
         peak = group.max(peak)
-    difference = peak - plan.predicted_peak_bytes
+    # The step with everything kept has run too, and needs no correction.
+    plain_peak = peak if plan.keeps_everything else plan.plain_peak_bytes
+    plan = replace(corrected(plan, peak - plan.predicted_peak_bytes), plain_peak_bytes=plain_peak)
     if not isinstance(step, FakeStep):
-        checked = corrected(plan, difference)
         if run.allocations is not None:
-            checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
-        return CheckedPlan(checked, run, checked.predicted_peak_bytes)
+            plan = _with_measured(plan, peak, step.reserved_bytes, run.allocations)
+        return CheckedPlan(plan, run, plan.predicted_peak_bytes)
     assert run.allocations is not None
     plan = replace(
-        corrected(plan, difference),
-        # The step with everything kept has run too, and needs no correction.
-        plain_peak_bytes=peak if plan.keeps_everything else plan.plain_peak_bytes,
+        plan,
         peak_parts=run.allocations.parts_at_peak(step.machine.rounded),
         predicted_step_seconds=plan.predicted_step_seconds if has_copies else run.seconds,  # a trace shows no copies
         communication_seconds=run.communication_seconds,

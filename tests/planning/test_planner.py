@@ -177,6 +177,7 @@ def test_a_check_above_the_budget_counts_however_little(
         found = plan(case.model, case.step, memory_budget=limit)
         assert found.correction_bytes in (0, 64)
         assert found.predicted_peak_bytes + 64 - found.correction_bytes <= limit
+        assert found.plain_peak_bytes == planner.plain.peak, "which has run, and is not what the plan was off by"
     least = plan(case.model, case.step, memory_budget="min")
     assert least.correction_bytes == 64
     assert least.predicted_peak_bytes == least.floor_bytes == least.budget_bytes
