@@ -181,6 +181,7 @@ class UpdatePlanner:
         """Returns what shows options that only smaller updates have shown, if that fits and is needed for a plan."""
         if limit is None or self.is_exact or self.fits_plain(limit):
             return None
+        limit -= self.margin(limit)
         turn = self.next_turn(limit, is_first=False, only_keep=False, of_largest=True)
         if turn is None:
             return None

@@ -47,10 +47,10 @@ class UpdateRow(NamedTuple):
     rise_forward: int
     rise_backward: int
 
-    def scaled(self, retained: float, rises: float, bound: UpdateRow | None) -> UpdateRow:
-        """Returns the row for a larger batch: with more of what is retained and of rises, up to a bound."""
-        factors = retained, retained, retained, rises, rises
-        row = UpdateRow(*(ceil(value * factor) for value, factor in zip(self, factors, strict=True)))
+    def scaled(self, retained: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
+        """Returns the row for a larger batch: with more of what is retained, and ``growth`` of rises, up to a bound."""
+        rises = self.rise_forward + growth, self.rise_backward + growth
+        row = UpdateRow(*(ceil(value * retained) for value in self[:3]), *rises)
         if bound is None:
             return row
         row = row._replace(**{name: min(getattr(row, name), bound.retained) for name in ("retained", "retained_later")})
@@ -414,8 +414,8 @@ class UpdateTable:
                     if row is not None:
                         if other_sizes == sizes or option == self.base_option:
                             return row
-                        retained, rises = (s(other_sizes, sizes, other) for s in (self._scale, self._rise_scale))
-                        return row.scaled(retained, rises, self._bound(sizes, kind, option))
+                        bound, growth = self._bound(sizes, kind, option), self._growth(other_sizes, sizes, other)
+                        return row.scaled(self._scale(other_sizes, sizes, other), growth, bound)
         return None
 
     def _scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
@@ -430,14 +430,26 @@ class UpdateTable:
         retained = before if keep is None or not 0 < keep.retained < before else keep.retained
         return (retained + growth) / retained if retained + growth > 0 else _ratio(sizes, other)
 
+    def _growth(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> int:
+        """Returns by how much more a call rises with a batch of ``sizes`` than with ``other``, under ``full``.
+
+        That is the most by which any option does: parts of a rise are constant, such as gradients of weights.
+        """
+        before, after = self._full_rises(other, sizes, kind)
+        return max(0, after - before)
+
     def _rise_scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
-        """Returns how much more a call rises with a batch of ``sizes`` than with ``other``."""
-        rises = [
-            max(readings.rises_backward, default=0)
+        before, after = self._full_rises(other, sizes, kind)
+        return after / before if before and after else _ratio(sizes, other)
+
+    def _full_rises(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> tuple[int, int]:
+        """Returns the rises in backward under ``full`` with ``other`` and with ``sizes``, one of them estimated."""
+        before, after = (
+            0 if (readings := self._full(each, kind)) is None else max(readings.rises_backward, default=0)
             for each in (other, sizes)
-            if (readings := self._full(each, kind)) is not None
-        ]
-        return rises[1] / rises[0] if len(rises) == 2 and all(rises) else _ratio(sizes, other)
+        )
+        ratio = _ratio(sizes, other)
+        return before or ceil(after / ratio), after or ceil(before * ratio)
 
     def _full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
         return self._readings.get((sizes, kind, self.base_option))
