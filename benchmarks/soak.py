@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -228,16 +228,22 @@ def measure() -> dict[str, int]:
     ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     del tensors
-    for _ in range(2):  # what a collection frees may let others go; the storages have become objects by now
+    # What a collection frees may let others go, the storages have become objects by now, and a thread that copies may
+    # hold those of a step for a moment.
+    num_objects = sys.maxsize
+    for _ in range(20):
         gc.collect()
-    objects = gc.get_objects()
+        before, num_objects = num_objects, min(num_objects, len(gc.get_objects()))
+        if before == num_objects:
+            break
+        sleep(0.01)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "tensors": sum(storages.values()),
         "resident": pages * os.sysconf("SC_PAGE_SIZE"),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
-        "objects": len(objects),
+        "objects": num_objects,
     }
 
 

@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
@@ -148,12 +149,12 @@ class LivePlan:
         self._hooks: Undo = []
         self._metering: Undo = []
         self._meter: LevelMeter | None = None
-        self._num_states = self._num_updates = self._checks_left = 0
+        self._num_states = self._num_updates = self._checks_left = self._num_steps = self._num_before = 0
+        self._trained = 0, 0  # states of optimizers and parameters to train, when the plan was made
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
-        self._num_measured = 0
-        """Updates that were measured for the first plan."""
+        self._num_measured = 0  # updates, for the first plan
         self._input_sizes: dict[str, int] | None = None
-        """The largest input of the modules around the blocks in this update, by name; ``None`` between updates."""
+        """The largest inputs of the modules around the blocks in this update, by argument; ``None`` between updates."""
         self._safe_sizes: Sequence[Mapping[str, int]] | None = None
         """The largest inputs of each update that the present policies fit; ``None`` if every block is recomputed."""
         self._table: UpdateTable | None = None
@@ -171,7 +172,7 @@ class LivePlan:
             group.check_equal(head=self._head.names)
             self._base_option = self._candidates.base
             self._num_sharing = group.num_sharing(memory_id(self._device))
-            self._plans_at_once = optimizers is not None and group.size == 1
+            self._is_alone = group.size == 1
             is_shown = False if callable(options.progress) or group.rank else options.progress
         self._progress = Progress(is_shown=is_shown)
         self._most_updates = min(MOST_UPDATES, len(self._candidates.options) + 1 + _CHECKS)
@@ -193,8 +194,9 @@ class LivePlan:
     def _watch(self) -> None:
         """Registers the hooks that see the optimizers and the inputs of the loop."""
         enter(self._hooks, on_optimizer_step(self._optimizers.setdefault))
-        parts = self._blocks[0][0].split(".")
-        for name in (".".join(parts[:number]) for number in range(len(parts))):
+        parts = [name.split(".") for name, _ in self._blocks]
+        parents = (".".join(each[:number]) for each in parts for number in range(len(each)))
+        for name in dict.fromkeys(parents):
             module = self._model.get_submodule(name)
             if has_forward(module):
                 watch = partial(self._before_call, name)
@@ -217,9 +219,12 @@ class LivePlan:
 
     def begin_step(self) -> None:
         """Begins a step, which is an update or, with accumulated gradients, a micro-batch."""
+        self._num_steps += 1
         if self._input_sizes is not None:
             return
-        self._input_sizes = {}
+        self._input_sizes, self._num_steps = {}, 1
+        if self.is_settled and self._is_alone and self._has_more_to_train():
+            self._begin_anew("there are more parameters to train, or states of optimizers")
         self.renew_blocks()
         if not self.is_settled:
             self._measure()
@@ -233,7 +238,7 @@ class LivePlan:
         Returns:
             Whether it is to run within :meth:`metering`.
         """
-        self._input_sizes = dict(sizes)
+        self._input_sizes, self._num_steps = dict(sizes), 1
         if self.is_settled and self._is_safe(sizes):
             return False
         self.renew_blocks()
@@ -290,10 +295,13 @@ class LivePlan:
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Notices a batch that is larger than the present policies are for, before any block runs."""
         sizes = self._input_sizes
-        if sizes is None or not (torch.is_grad_enabled() and module.training):
+        if sizes is None or not torch.is_grad_enabled():
             return
-        size = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
-        sizes[name] = max(size, sizes.get(name, 0))
+        for argument, value in chain(enumerate(args), kwargs.items()):
+            size = max((tensor.numel() for tensor in tensors_in(value)), default=0)
+            if size:
+                key = f"{LATER if self._num_steps > 1 else ''}{name}:{argument}"
+                sizes[key] = max(size, sizes.get(key, 0))
         if not self._is_safe(sizes):
             self._install([self._base_option] * len(self._blocks))
             self._measure()  # anew, if it had begun
@@ -328,7 +336,7 @@ class LivePlan:
     def _measure(self) -> None:
         """Measures the update from here on."""
         put_back(self._metering)
-        self._num_states = self._count_states()
+        self._num_states, self._num_before = self._count_states(), self._num_steps - 1
         counter = level_counter(self._device, state_tensors(self._model, self._optimizers))
         self._meter = LevelMeter(self._device, counter)
         enter(self._metering, self._meter.metering(Blocks(self._blocks)))
@@ -337,11 +345,12 @@ class LivePlan:
         put_back(self._metering)
         meter, self._meter = self._meter, None
         levels = None if meter is None else meter.result()
-        if levels is None or not levels.has_backward:
+        if levels is None or not levels.has_backward or (self._num_before and self._is_warm_up):
             return None
         options = list(self._choice.plan if self._is_applied and self._choice is not None else self._present)
         creates_states = self._count_states() != self._num_states
-        return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states=creates_states)
+        is_later = self._num_before > 0
+        return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states, is_later)
 
     def _count_states(self) -> int:
         return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
@@ -378,17 +387,25 @@ class LivePlan:
             except PlanError:
                 if not self._head.begin_next(planner.plain_peak):
                     raise
-                self._begin_anew()
+                (row,) = self._head.rows
+                self._begin_anew(f"no plan fits; plans with {row.option} on {row.block}")
                 return False
         return True
 
-    def _begin_anew(self) -> None:
-        """Measures updates with the next policy of the head, which changes levels everywhere."""
+    def _begin_anew(self, why: str) -> None:
+        """Measures updates anew, after what has changed levels everywhere."""
         self._remove_policies()
         self._table, self._is_warm_up, self._num_measured = None, True, 0
+        self.plan = self._choice = self._larger = None
         self._turn, self._turn_sizes = [self._base_option] * len(self._blocks), {}
-        (row,) = self._head.rows
-        self._report(f"no plan fits; plans with {row.option} on {row.block} from at most {self._most_updates} updates")
+        self._report(f"{why} from at most {self._most_updates} updates")
+
+    def _has_more_to_train(self) -> bool:
+        """Whether there are more states of optimizers, or parameters to train, than when the plan was made."""
+        return any(now > then for now, then in zip(self._count_trained(), self._trained, strict=True))
+
+    def _count_trained(self) -> tuple[int, int]:
+        return self._count_states(), sum(each.requires_grad for each in self._model.parameters())
 
     def _check(self, update: PlannedUpdate | None) -> bool:
         """Tells the dialogue an update under the plan; returns whether there is another plan."""
@@ -447,7 +464,7 @@ class LivePlan:
 
     def _plan_anew(self) -> bool:
         """Plans again if there was a larger batch: at once in a program of one process, else at certain updates."""
-        if self._plans_at_once:
+        if self._is_alone and not self._hooks:  # of a Graph
             # Not in each update, if batches grow with each.
             if self._larger is None or self._num_updates < self._next_replan:
                 return False
@@ -522,7 +539,7 @@ class LivePlan:
         rows = *(row for row in plan.rows if row.block in names), *self._head.rows
         front = Planners([planner]).front
         self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=headroom, front=front)
-        self._choice, self._larger = choice, None
+        self._choice, self._larger, self._trained = choice, None, self._count_trained()
         self._checks_left *= run is None
         self._remove_policies()
 
@@ -647,13 +664,19 @@ def _check_options(options: PlanOptions) -> None:
         raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
 
 
-def covers(largest: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
-    """Returns whether no size exceeds the one of its name; names that ``largest`` lacks do not matter.
+LATER = "later "
+"""Begins the names of sizes of later micro-batches of an update, in which gradients are alive."""
 
-    >>> covers({"0": 8}, {"0": 8, "1": 3}), covers({"0": 8}, {"0": 9})
-    (True, False)
+
+def covers(largest: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
+    """Returns whether no size exceeds the one of its name.
+
+    Names that ``largest`` lacks do not matter, but those of later micro-batches.
+
+    >>> covers({"0": 8}, {"0": 8, "1": 3}), covers({"0": 8}, {"0": 9}), covers({"0": 8}, {"0": 8, "later 0": 8})
+    (True, False, False)
     """
-    return all(size <= largest.get(name, size) for name, size in sizes.items())
+    return all(size <= largest.get(name, 0 if name.startswith(LATER) else size) for name, size in sizes.items())
 
 
 def _exchanged(group: PlanGroup, update: PlannedUpdate | None) -> list[PlannedUpdate]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
@@ -49,8 +49,8 @@ class UpdateRow(NamedTuple):
 
     def scaled(self, retained: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
         """Returns the row for a larger batch: with more of what is retained, and ``growth`` of rises, up to a bound."""
-        rises = self.rise_forward + growth, self.rise_backward + growth
-        row = UpdateRow(*(ceil(value * retained) for value in self[:3]), *rises)
+        at_first, later, output = (ceil(retained * each) for each in (self.retained, self.retained_later, self.output))
+        row = UpdateRow(at_first, later, output, self.rise_forward + growth, self.rise_backward + growth)
         if bound is None:
             return row
         row = row._replace(**{name: min(getattr(row, name), bound.retained) for name in ("retained", "retained_later")})
@@ -74,7 +74,7 @@ class _Kind(NamedTuple):
 
     block_class: int
     place: int
-    """The number of the call among those of its block."""
+    """The number of the call among those of its block, the last one first: micro-batches may lack the first ones."""
     is_typical: bool
 
 
@@ -129,6 +129,8 @@ class PlannedUpdate:
     sizes: InputSizes
     creates_states: bool = False
     """Whether optimizers have created their states in it, which are alive from then on."""
+    is_later: bool = False
+    """Whether the levels are those of later micro-batches alone, which begin with gradients of the first ones."""
 
     @property
     def next_start_bytes(self) -> int:
@@ -139,15 +141,22 @@ class PlannedUpdate:
     def key(self) -> UpdateKey:
         return self.sizes, tuple(self.levels.block_of_call)
 
+    def from_start(self, start: int) -> Self:
+        """Returns it with levels that are relative to the start of the update, also those of later micro-batches."""
+        if not self.is_later:
+            return self
+        spans = {i: span.raised(self.levels.start_bytes - start) for i, span in self.levels.spans.items()}
+        return replace(self, levels=replace(self.levels, spans=spans, start_bytes=start))
+
     def to_message(self) -> list[Any]:
         """Returns plain values, for JSON."""
-        return [self.levels.to_message(), [*self.options], [*self.sizes], self.creates_states]
+        return [self.levels.to_message(), [*self.options], [*self.sizes], self.creates_states, self.is_later]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
-        levels, options, sizes, creates_states = message
+        levels, options, sizes, *flags = message
         sizes_by_name = tuple((name, size) for name, size in sizes)
-        return cls(StepReadings.from_message(levels), options, sizes_by_name, creates_states)
+        return cls(StepReadings.from_message(levels), options, sizes_by_name, *flags)
 
 
 def highest_levels(logs: Iterable[LevelLog]) -> LevelLog:
@@ -196,8 +205,9 @@ class UpdateTable:
     def add(self, updates: Sequence[PlannedUpdate]) -> None:
         """Adds one update, as each of the processes that plan together has run it."""
         self._forget()
-        self.start_bytes = max(update.next_start_bytes for update in updates)
-        for update in updates:
+        starts = (update.next_start_bytes for update in updates if update.creates_states or not update.is_later)
+        self.start_bytes = max(starts, default=self.start_bytes)
+        for update in (each.from_start(self.start_bytes) for each in updates):
             self._updates.setdefault(update.key, []).append(update)
             self._read(update)
 
@@ -385,11 +395,11 @@ class UpdateTable:
         levels = update.levels
         places: dict[int, int] = {}
         kinds = []
-        for call, block in enumerate(levels.block_of_call):
+        for call, block in reversed([*enumerate(levels.block_of_call)]):
             is_typical = levels.are_typical[call] if levels.are_typical else True
             kinds.append(_Kind(self.classes[block], places.get(block, 0), is_typical))
             places[block] = places.get(block, 0) + 1
-        return kinds
+        return kinds[::-1]
 
     def _row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
         entry = sizes, kind, option

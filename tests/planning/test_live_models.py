@@ -79,6 +79,30 @@ class Training:
         self.optimizer.zero_grad()
         return loss.item()
 
+    def run_accumulated(self, updates: Sequence[Sequence[int]], *, first_with_states: int = 0) -> list[float]:
+        """Runs updates of several micro-batches; a scaler skips the optimizer of the first ones."""
+        torch.manual_seed(1)
+        losses = []
+
+        def run(number: int, lengths: Sequence[int]) -> None:
+            for place, length in enumerate(lengths):
+                if self.live is not None:
+                    self.live.begin_step()
+                loss = self._loss(self.model, length)
+                loss.backward()
+                losses.append(loss.item())
+                if self.live is not None and place < len(lengths) - 1:
+                    self.live.end_step(is_update=False)
+            if number >= first_with_states:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        for number, lengths in enumerate(updates):
+            self.peaks.append(peak_of(self.model, partial(run, number, lengths), [self.optimizer]))
+            if self.live is not None:
+                self.live.end_step()
+        return losses
+
     def run(self, lengths: Sequence[int]) -> list[float]:
         torch.manual_seed(1)  # of dropout
         losses = []
@@ -153,3 +177,26 @@ def test_no_update_exceeds_its_budget(name: str, share: float, lengths: list[int
     assert planned.live is not None
     assert planned.live.plan is not None
     assert share < 0.9 or planned.peaks[-1] > least
+
+
+@pytest.mark.parametrize(
+    ("updates", "first_with_states"),
+    [
+        ([[24]] * 8 + [[24, 24]] * 8, 0),
+        ([[24, 8]] * 8 + [[8, 24]] * 8, 0),
+        ([[8, 8]] * 5 + [[16, 24]] * 6 + [[24, 24]] * 6, 0),
+        ([[24]] * 14, 3),
+    ],
+    ids=["more micro-batches", "the longer one last", "growing", "states after some updates"],
+)
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_gradients_and_states_that_come_later_count(
+    updates: list[list[int]], first_with_states: int, share: float
+) -> None:
+    plain, full = Training("gpt2"), Training("gpt2", "min")
+    losses = plain.run_accumulated(updates, first_with_states=first_with_states)
+    assert full.run_accumulated(updates, first_with_states=first_with_states) == losses
+    least, highest = max(full.peaks), max(plain.peaks)
+    planned = Training("gpt2", int(least + share * (highest - least)))
+    assert planned.run_accumulated(updates, first_with_states=first_with_states) == losses
+    assert max(planned.peaks) <= least + share * (highest - least), planned.peaks
