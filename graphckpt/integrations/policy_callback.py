@@ -238,6 +238,11 @@ class PolicyCallback:
             self._measuring.close()
             self._measuring.enter_context(self.handle.measure())
 
+    def _end_micro_batch(self) -> None:
+        """Ends a micro-batch that is not the last one of its update."""
+        if self._live is not None:
+            self._live.end_step(is_update=False)
+
     def _end_step(self, log: Callable[[dict[str, float]], None], *, is_update: bool = True) -> None:
         """Ends a step, and reports once what one saved; ``log`` is called with its numbers."""
         live = self._live

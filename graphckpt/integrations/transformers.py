@@ -114,6 +114,13 @@ which means the same
         del args, control, kwargs
         self._begin_step(state.global_step, measures=self._report == "table" or self._plot is not None)
 
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tells the planner that a micro-batch is over: in the next one its gradients are alive."""
+        del args, state, control, kwargs
+        self._end_micro_batch()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Reports once what a step saved."""
         del args, control, kwargs

@@ -150,7 +150,7 @@ class LivePlan:
         self._metering: Undo = []
         self._meter: LevelMeter | None = None
         self._num_states = self._num_updates = self._checks_left = self._num_steps = self._num_before = 0
-        self._trained = 0, 0  # states of optimizers and parameters to train, when the plan was made
+        self._trained = 0, 0  # states of optimizers and parameters to train, when the last plan was made
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
         self._num_measured = 0  # updates, for the first plan
         self._input_sizes: dict[str, int] | None = None
@@ -219,12 +219,11 @@ class LivePlan:
 
     def begin_step(self) -> None:
         """Begins a step, which is an update or, with accumulated gradients, a micro-batch."""
-        self._num_steps += 1
         if self._input_sizes is not None:
             return
         self._input_sizes, self._num_steps = {}, 1
         if self.is_settled and self._is_alone and self._has_more_to_train():
-            self._begin_anew("there are more parameters to train, or states of optimizers")
+            self._begin_anew("there are more parameters to train, or states of optimizers: plans")
         self.renew_blocks()
         if not self.is_settled:
             self._measure()
@@ -270,6 +269,7 @@ class LivePlan:
             PlanError: No plan fits.
         """
         if self._input_sizes is None or not is_update:
+            self._num_steps += 1
             return False
         update = self._measured_update(self._input_sizes)
         self._input_sizes = None
@@ -401,11 +401,15 @@ class LivePlan:
         self._report(f"{why} from at most {self._most_updates} updates")
 
     def _has_more_to_train(self) -> bool:
-        """Whether there are more states of optimizers, or parameters to train, than when the plan was made."""
-        return any(now > then for now, then in zip(self._count_trained(), self._trained, strict=True))
+        """Whether there are more states of optimizers, or parameters to train, than when a plan was made."""
+        before = self._trained
+        self._count_trained()
+        return self._trained != before
 
-    def _count_trained(self) -> tuple[int, int]:
-        return self._count_states(), sum(each.requires_grad for each in self._model.parameters())
+    def _count_trained(self) -> None:
+        """Counts states of optimizers, and parameters to train: those that alternate with others count once."""
+        num_parameters = sum(each.requires_grad for each in self._model.parameters())
+        self._trained = max(self._count_states(), self._trained[0]), max(num_parameters, self._trained[1])
 
     def _check(self, update: PlannedUpdate | None) -> bool:
         """Tells the dialogue an update under the plan; returns whether there is another plan."""
@@ -539,7 +543,8 @@ class LivePlan:
         rows = *(row for row in plan.rows if row.block in names), *self._head.rows
         front = Planners([planner]).front
         self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=headroom, front=front)
-        self._choice, self._larger, self._trained = choice, None, self._count_trained()
+        self._choice, self._larger = choice, None
+        self._count_trained()
         self._checks_left *= run is None
         self._remove_policies()
 

@@ -41,6 +41,7 @@ from graphckpt.blocks.select import layers
 from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning.live_plan import LATER
 from graphckpt.units import format_bytes
 
 LAYERS = 4
@@ -377,6 +378,26 @@ def test_evaluation_accumulation_and_resuming_change_no_bit(tmp_path: Path, keys
         seen.append(weights(trainer.model))
     assert (callbacks[0].plan is not None) == ("memory_budget" in keys)
     assert_equal(seen[1], seen[0])
+
+
+def test_later_micro_batches_are_told_from_the_first(tmp_path: Path) -> None:
+    """In them gradients are alive, so that a batch which fits as the first one may exceed the budget."""
+    sizes: list[dict[str, int]] = []
+    callback = GraphckptCallback(memory_budget=0.7, report=False)
+    end_step = callback._end_step
+
+    def ending(*args: Any, **kwargs: Any) -> None:
+        assert callback._live is not None
+        sizes.append(dict(callback._live._input_sizes or {}))
+        end_step(*args, **kwargs)
+
+    callback._end_step = ending  # type: ignore[method-assign]
+    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2)
+    Trainer(gpt2(), args, train_dataset=RandomTokens(classify=False), callbacks=[callback]).train()
+    assert len(sizes) == 4
+    for each in sizes:
+        first, later = ({name for name in each if name.startswith(LATER) == is_later} for is_later in (False, True))
+        assert first == {name.removeprefix(LATER) for name in later} != set()
 
 
 @pytest.mark.parametrize(("steps", "before"), [(1, "there was a plan"), (2, "a step ran under the plan"), (3, None)])
