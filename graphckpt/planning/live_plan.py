@@ -150,7 +150,7 @@ class LivePlan:
         self._metering: Undo = []
         self._meter: LevelMeter | None = None
         self._num_states = self._num_updates = self._checks_left = self._num_steps = self._num_before = 0
-        self._trained = 0, 0  # states of optimizers and parameters to train, when the last plan was made
+        self._trained = 0, 0  # the most states of optimizers, and parameters to train: some alternate with others
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
         self._num_measured = 0  # updates, for the first plan
         self._input_sizes: dict[str, int] | None = None
@@ -222,7 +222,7 @@ class LivePlan:
         if self._input_sizes is not None:
             return
         self._input_sizes, self._num_steps = {}, 1
-        if self.is_settled and self._is_alone and self._has_more_to_train():
+        if self.is_settled and self._is_alone and self._count_trained():
             self._begin_anew("there are more parameters to train, or states of optimizers: plans")
         self.renew_blocks()
         if not self.is_settled:
@@ -400,16 +400,11 @@ class LivePlan:
         self._turn, self._turn_sizes = [self._base_option] * len(self._blocks), {}
         self._report(f"{why} from at most {self._most_updates} updates")
 
-    def _has_more_to_train(self) -> bool:
-        """Whether there are more states of optimizers, or parameters to train, than when a plan was made."""
-        before = self._trained
-        self._count_trained()
+    def _count_trained(self) -> bool:
+        """Counts states of optimizers, and parameters to train; returns whether there are more than at any count."""
+        before, num_parameters = self._trained, sum(each.requires_grad for each in self._model.parameters())
+        self._trained = max(self._count_states(), before[0]), max(num_parameters, before[1])
         return self._trained != before
-
-    def _count_trained(self) -> None:
-        """Counts states of optimizers, and parameters to train: those that alternate with others count once."""
-        num_parameters = sum(each.requires_grad for each in self._model.parameters())
-        self._trained = max(self._count_states(), self._trained[0]), max(num_parameters, self._trained[1])
 
     def _check(self, update: PlannedUpdate | None) -> bool:
         """Tells the dialogue an update under the plan; returns whether there is another plan."""

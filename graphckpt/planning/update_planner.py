@@ -47,7 +47,7 @@ class Candidates:
     def table(self, classes: Sequence[int]) -> UpdateTable:
         """Returns an empty table for blocks of these classes."""
         selective = (number for number, option in enumerate(self.options) if isinstance(option.rule, Selective))
-        return UpdateTable(classes, self.base, len(self.options), frozenset(selective))
+        return UpdateTable(classes, self.base, len(self.options), selective)
 
     def on_device(self, number: int) -> int:
         """Returns the option with the same rule that offloads nothing."""

@@ -14,7 +14,7 @@ them in a larger one. No torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
@@ -47,15 +47,14 @@ class UpdateRow(NamedTuple):
     rise_forward: int
     rise_backward: int
 
-    def scaled(self, retained: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
-        """Returns the row for a larger batch: with more of what is retained, and ``growth`` of rises, up to a bound."""
-        at_first, later, output = (ceil(retained * each) for each in (self.retained, self.retained_later, self.output))
-        row = UpdateRow(at_first, later, output, self.rise_forward + growth, self.rise_backward + growth)
-        if bound is None:
-            return row
-        row = row._replace(**{name: min(getattr(row, name), bound.retained) for name in ("retained", "retained_later")})
-        rise = bound.retained + bound.rise_backward - max(row.retained, row.retained_later)
-        return row._replace(rise_backward=min(row.rise_backward, rise))
+    def scaled(self, factor: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
+        """Returns the row for a larger batch: ``factor`` times what is retained, and higher rises, up to a bound."""
+        first, later, output = (ceil(factor * each) for each in (self.retained, self.retained_later, self.output))
+        rise = self.rise_backward + growth
+        if bound is not None:
+            first, later = min(first, bound.retained), min(later, bound.retained)
+            rise = min(rise, bound.retained + bound.rise_backward - max(first, later))
+        return UpdateRow(first, later, output, self.rise_forward + growth, rise)
 
     def within(self, retained: int) -> UpdateRow:
         """Returns the row with at most ``retained`` bytes until backward, and the same peak there."""
@@ -184,7 +183,7 @@ class UpdateTable:
     """
 
     def __init__(
-        self, classes: Sequence[int], base_option: int, num_options: int, selective: Collection[int] = ()
+        self, classes: Sequence[int], base_option: int, num_options: int, selective: Iterable[int] = ()
     ) -> None:
         self.classes = classes
         self.base_option = base_option

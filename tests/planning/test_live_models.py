@@ -81,7 +81,7 @@ class Training:
 
     def run_accumulated(self, updates: Sequence[Sequence[int]], *, first_with_states: int = 0) -> list[float]:
         """Runs updates of several micro-batches; a scaler skips the optimizer of the first ones."""
-        torch.manual_seed(1)
+        torch.manual_seed(1)  # of dropout
         losses = []
 
         def run(number: int, lengths: Sequence[int]) -> None:
@@ -104,16 +104,7 @@ class Training:
         return losses
 
     def run(self, lengths: Sequence[int]) -> list[float]:
-        torch.manual_seed(1)  # of dropout
-        losses = []
-        for length in lengths:
-            if self.live is not None:
-                self.live.begin_step()
-            update = partial(self.update, length)
-            self.peaks.append(peak_of(self.model, lambda: losses.append(update()), [self.optimizer]))
-            if self.live is not None:
-                self.live.end_step()
-        return losses
+        return self.run_accumulated([[length] for length in lengths])
 
     def peak(self, length: int) -> int:
         return tracked_peak(self.model, lambda: self.update(length), [self.optimizer])
