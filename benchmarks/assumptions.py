@@ -17,6 +17,7 @@ from report import header, table, write
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from graphckpt.planning.candidates import KEEP
 from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import FakeStep, made_step
 from graphckpt.simulation.fake_device import FakeDevice
@@ -77,7 +78,7 @@ def measure(setting: Setting, device: str) -> dict[str, Any]:
         for name, module in model.named_modules()
         if name.startswith(LAYERS[:-1]) and name.count(".") == 3
     ]
-    step.base(Blocks(layers), ())  # states them
+    step.sample(Blocks(layers), [KEEP] * len(layers))  # states them
     return {**asdict(setting), **asdict(found), "assumptions": [*step.assumptions]}
 
 

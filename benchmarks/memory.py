@@ -247,7 +247,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "VARIANT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(*options.one, tuple(options.batch), options.steps)))
+        model, variant = options.one
+        print(json.dumps(measure(model, variant, tuple(options.batch), options.steps)))
         return
     torch.set_num_threads(1)
     head = header(

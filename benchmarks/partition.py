@@ -151,7 +151,8 @@ def measure(rank: int, port: int, shape: tuple[int, int], turns: int, folder: st
     torch.manual_seed(1)
     x_TD = torch.randn(shape)
     width = shape[1]
-    models, found = {}, {}
+    models: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, make in VARIANTS.items():
         torch.manual_seed(0)
         model = Chain(width)

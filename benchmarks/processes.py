@@ -73,8 +73,8 @@ def run(
                     on_line(line)
         if rest:
             on_line(rest)
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
-    return Done(code, *texts, perf_counter() - begin)
+        stdout, stderr = (path.read_text(encoding="utf-8", errors="replace") for path in (out, err))
+    return Done(code, stdout, stderr, perf_counter() - begin)
 
 
 def can_fork() -> bool:

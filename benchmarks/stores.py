@@ -175,12 +175,13 @@ def main() -> None:
 
 def disk_speed(folder: str) -> tuple[float, float]:
     """Returns GB/s of writing and reading 512 MiB as the disk store does."""
-    from graphckpt.stores.disk import DiskStore  # noqa: PLC0415 - only here
+    from graphckpt.stores.disk import DiskStore, _DiskHandle  # noqa: PLC0415 - only here
 
     store, group = DiskStore(torch.device("cpu"), folder, 2**30), TensorGroup("disk", list, print)
     data = torch.ones(512 * 2**20, dtype=torch.uint8)
     begin = perf_counter()
     handle = store.put(data, group)
+    assert isinstance(handle, _DiskHandle)
     handle.write.result()
     middle = perf_counter()
     store.get(handle, group)

@@ -105,7 +105,7 @@ class Differences:
         self._compare = compare = values.Comparison._compare
 
         def note(own: values.Comparison, position: int, original: values.Sketch, tensor: Tensor) -> None:
-            sketch = values.sketch_of(tensor, original.layout)
+            sketch = values.sketch_of(tensor, original.reading)
             if sketch is not None:
                 pair = values._Pair(position, (tensor.dtype, tensor.shape), original.values, sketch.values)
                 self.by_dtype.setdefault(tensor.dtype, []).append(values.relative_differences([pair]).item())

@@ -43,6 +43,23 @@ def jobs_of(jobs: ModuleType, script: Path, text: str, header: dict[str, Any]) -
 
 
 @pytest.mark.slow
+def test_benchmarks_name_what_the_package_has(tmp_path: Path) -> None:
+    """They use private names too, and most of them never run with the tests."""
+    config = tmp_path / "mypy.ini"
+    untyped = "transformers.*,datasets.*,deepspeed.*,fairscale.*"
+    config.write_text(
+        f"[mypy]\nmypy_path = tests\nignore_missing_imports = True\n[mypy-{untyped}]\nfollow_imports = skip"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir", str(tmp_path), "benchmarks"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS.parent)
+    assert done.returncode in (0, 1), done.stderr
+    wrong = [
+        line for line in done.stdout.splitlines() if line.endswith(("[attr-defined]", "[name-defined]", "[call-arg]"))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.slow
 def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry-run", "--minutes", "27", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

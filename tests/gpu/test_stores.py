@@ -236,6 +236,7 @@ def allocated(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     """Bytes that a forward leaves allocated, and the peak of the step, by the allocator's count."""
     for _ in range(2):
         model(x).sum().backward()  # learns, fills cuBLAS's workspace, makes gradients and slabs
+    gc.collect()  # of other tests: what the collector frees in between would be counted
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -315,6 +316,7 @@ def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: A
                 model(static).square().sum().backward()
         torch.cuda.current_stream().wait_stream(stream)
         model.zero_grad(set_to_none=True)
+        gc.collect()
         torch.cuda.synchronize()
         calls = pinned.num_calls
         torch.cuda.reset_peak_memory_stats()

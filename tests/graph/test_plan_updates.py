@@ -167,6 +167,7 @@ def budget_of(share: Budget, make_case: Callable[[], Case]) -> Budget:
     if case.device == "cpu" or not isinstance(share, float):
         return share
     case.call()
+    gc.collect()  # of other tests
     peak = case.peak_of_call()
     others = torch.cuda.memory_allocated() - case.state_bytes()
     return others + int(share * (peak - others))

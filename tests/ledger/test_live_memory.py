@@ -258,6 +258,7 @@ def test_live_bytes_on_cuda_equal_those_of_the_caching_allocator() -> None:
     x = torch.randn(512, 128, device="cuda")
     model(x).square().mean().backward()
     model.zero_grad()
+    gc.collect()  # of other tests
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
     with LiveBytes(device="cuda") as live:
