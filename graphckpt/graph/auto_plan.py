@@ -25,7 +25,7 @@ from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.step_state import reached_by_graph, unchanged
 from graphckpt.planning.candidates import can_join, parse_compile, without_share
-from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
+from graphckpt.planning.live_plan import LivePlan, UpdatePolicies
 from graphckpt.planning.options import DeviceMemory, PlanOptions, budget_bytes, device_memory
 from graphckpt.planning.plan import KEEP_ALL, Plan, plan_line
 from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
@@ -34,6 +34,7 @@ from graphckpt.planning.planner import Planners, policy_with_settings
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.update_planner import Candidates
+from graphckpt.planning.update_watch import covers
 from graphckpt.progress import Progress
 from graphckpt.reached import Restore, check_restore
 from graphckpt.simulation.fake_device import FakeDevice

@@ -7,9 +7,9 @@
     2, ...      most blocks are recomputed, some     shows what the other options take: equal blocks of one update
                 have other options                   are compared with each other
     then        those of the plan                    is measured; its levels may show a faster plan, or one that fits
-    a larger    every block is recomputed            is noticed before its first block runs, and measured; the plan made
-    batch                                            after 4, 8, 16, ... updates counts it in; for a Graph in one
-                                                     process it is made right after this update
+    a larger    every block is recomputed            is noticed before its first block runs, and measured; a plan that
+    batch                                            counts it in follows: of several processes after 4, 8, 16, ...
+                                                     updates, of one right after this update
     then        most blocks are recomputed, some     shows what options take of that batch that only smaller ones have
                 have other options                   shown, if not all fits anyway; then as above
 
@@ -25,23 +25,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
-from graphckpt.blocks.hooks import add_pre_hook
-from graphckpt.blocks.select import has_forward
 from graphckpt.budget import Budget, check_budget
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
-from graphckpt.planning.level_meter import LevelMeter, block_classes, level_counter
+from graphckpt.planning.level_meter import block_classes
 from graphckpt.planning.options import PlanOptions, budget_bytes, device_memory, memory_id
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
@@ -50,28 +45,27 @@ from graphckpt.planning.planner import CheckedPlan, Dialogue, Planners, correcte
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import PolicyChoice
 from graphckpt.planning.step_clock import Blocks
-from graphckpt.planning.steps import StepRun, state_tensors
+from graphckpt.planning.steps import StepRun
 from graphckpt.planning.update_planner import Candidates, UpdatePlanner, candidates_for_updates
 from graphckpt.planning.update_table import PlannedUpdate, UpdateKey, UpdateTable, highest_levels
+from graphckpt.planning.update_watch import UpdateWatch, covers
 from graphckpt.progress import Progress
-from graphckpt.training_state import on_optimizer_step
-from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo, enter, put_back, scope
 from graphckpt.units import format_sizes
 
 MOST_UPDATES = 8  # until there is a plan that was checked
 _CHECKS = 2  # another plan may run other ops at its peak
+_TRAINS_MORE = "there are more parameters to train, or states of optimizers: plans"
 _CHECKS_ANEW = 4  # what smaller batches have shown is scaled to what it can be at most
 
 
 # Note [The states of a live plan]
 #
-#     plan     `_is_applied`   policies of the blocks              an update is
-#     None     no              `_present`, the options of `_turn`  measured, and added to the table
-#     a plan   yes             those of the plan                   compared with it while `_checks_left`, else not
-#                                                                  measured
-#     a plan   no              `_present`, all recomputed          of a larger batch, which was noticed before its first
-#                                                                  block: measured, and held in `_larger`
+#     `plan`   `_present`                    an update is
+#     None     the options of `_turn`        measured, and added to the table
+#     a plan   the options of `_choice`      compared with the plan while `_checks_left`, else not measured
+#     a plan   every block is recomputed     of a larger batch, which was noticed before its first block: measured, and
+#                                            held in `_larger`
 #
 # After the last, `end_step` applies the plan again. It alone makes plans, from what `_exchanged` returns on all
 # processes alike: one whose update had no backward has nothing to add, but takes part in the exchange.
@@ -79,6 +73,23 @@ _CHECKS_ANEW = 4  # what smaller batches have shown is scaled to what it can be 
 # A loop calls `begin_step` and `end_step`, and hooks see its optimizers and inputs. A Graph knows both and passes them:
 # it calls `begin_update`, runs the update within `metering` if `begin_update` returns True, and calls `end_step`. So
 # nothing is registered on the model, which is freed with its Graph.
+
+
+class _Turn(NamedTuple):
+    """The options of the blocks in updates that show what is not known."""
+
+    options: Sequence[int]
+    sizes: Mapping[str, int]
+    """The largest inputs that they are safe for."""
+
+
+class _Present(NamedTuple):
+    """The options that the blocks have at present."""
+
+    options: Sequence[int]
+    safe_sizes: Sequence[Mapping[str, int]] | None
+    """The largest inputs of each update that they fit; ``None`` if every block is recomputed."""
+    is_plan: bool
 
 
 class _Limit(NamedTuple):
@@ -144,19 +155,10 @@ class LivePlan:
         self._budget = check_budget(memory_budget)
         self._blocks = find_blocks(model, options.select)
         self._policies = _ModulePolicies(model, options) if policies is None else policies
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._optimizers: dict[Optimizer, None] = dict.fromkeys(optimizers or ())
-        self._hooks: Undo = []
-        self._metering: Undo = []
-        self._meter: LevelMeter | None = None
-        self._num_states = self._num_updates = self._checks_left = self._num_steps = self._num_before = 0
-        self._trained = 0, 0  # the most states of optimizers, and parameters to train: some alternate with others
+        self._updates = UpdateWatch(model, optimizers or ())
+        self._num_updates = self._checks_left = 0
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
         self._num_measured = 0  # updates, for the first plan
-        self._input_sizes: dict[str, int] | None = None
-        """The largest inputs of the modules around the blocks in this update, by argument; ``None`` between updates."""
-        self._safe_sizes: Sequence[Mapping[str, int]] | None = None
-        """The largest inputs of each update that the present policies fit; ``None`` if every block is recomputed."""
         self._table: UpdateTable | None = None
         self._is_warm_up, self._is_trial = True, False
         """Whether the table has nothing but an update that has created states of optimizers; whether the present plan
@@ -164,43 +166,30 @@ class LivePlan:
         self._larger: PlannedUpdate | None = None
         """The largest update since the plan was made, if it was larger than planned for."""
         self.plan: Plan | None = None
-        self._is_applied = False
         self._head = _Head(model, options, self._blocks, is_least=self._budget == "min")
         check_parameters(model, self._budget)
         with planning_group(options.group) as group:
-            self._candidates = candidates_for_updates(self._blocks, options, self._device, group)
+            self._candidates = candidates_for_updates(self._blocks, options, self._updates.device, group)
             group.check_equal(head=self._head.names)
-            self._base_option = self._candidates.base
-            self._num_sharing = group.num_sharing(memory_id(self._device))
+            self._num_sharing = group.num_sharing(memory_id(self._updates.device))
             self._is_alone = group.size == 1
             is_shown = False if callable(options.progress) or group.rank else options.progress
         self._progress = Progress(is_shown=is_shown)
         self._most_updates = min(MOST_UPDATES, len(self._candidates.options) + 1 + _CHECKS)
-        self._turn = [self._base_option] * len(self._blocks)
-        """The options of blocks in the next update, until there is a plan."""
-        self._turn_sizes: dict[str, int] = {}
-        """The largest inputs that they are safe for."""
+        self._turn = _Turn(self._all_recomputed, {})
+        self._present = _Present(self._all_recomputed, None, is_plan=False)
         self._dialogue: Dialogue | None = None
         """Finds the plan; ``None`` until all options have been shown."""
         self._choice: PolicyChoice | None = None
         """The options of blocks under the plan."""
-        self._present: Sequence[int] = self._turn
-        """The options of blocks while the plan is not applied."""
         if optimizers is None:
-            self._watch()
+            self._updates.add_hooks((name for name, _ in self._blocks), self._check_inputs)
         self._install(self._turn)
         report(f"plans from at most {self._most_updates} updates")
 
-    def _watch(self) -> None:
-        """Registers the hooks that see the optimizers and the inputs of the loop."""
-        enter(self._hooks, on_optimizer_step(self._optimizers.setdefault))
-        parts = [name.split(".") for name, _ in self._blocks]
-        parents = (".".join(each[:number]) for each in parts for number in range(len(each)))
-        for name in dict.fromkeys(parents):
-            module = self._model.get_submodule(name)
-            if has_forward(module):
-                watch = partial(self._before_call, name)
-                add_pre_hook(self._hooks, module, watch, with_kwargs=True, prepend=True)
+    @property
+    def _all_recomputed(self) -> list[int]:
+        return [self._candidates.base] * len(self._blocks)
 
     @property
     def checks(self) -> bool:
@@ -219,11 +208,11 @@ class LivePlan:
 
     def begin_step(self) -> None:
         """Begins a step, which is an update or, with accumulated gradients, a micro-batch."""
-        if self._input_sizes is not None:
+        if self._updates.sizes is not None:
             return
-        self._input_sizes, self._num_steps = {}, 1
-        if self.is_settled and self._is_alone and self._count_trained():
-            self._begin_anew("there are more parameters to train, or states of optimizers: plans")
+        self._updates.begin()
+        if self.is_settled and self._is_alone and self._updates.trains_more():
+            self._begin_anew(_TRAINS_MORE)
         self.renew_blocks()
         if not self.is_settled:
             self._measure()
@@ -237,30 +226,28 @@ class LivePlan:
         Returns:
             Whether it is to run within :meth:`metering`.
         """
-        self._input_sizes, self._num_steps = dict(sizes), 1
+        self._updates.begin(sizes)
         if self.is_settled and self._is_safe(sizes):
             return False
         self.renew_blocks()
         if not self._is_safe(sizes):
-            self._install([self._base_option] * len(self._blocks))
+            self._recompute_all()
         return True
 
     @scope
     def metering(self, undo: Undo) -> Iterator[None]:
         """Measures an update that :meth:`begin_update` has begun."""
-        undo.append((put_back, (self._metering,)))
+        undo.append((self._updates.stop, ()))
         self._measure()
         yield
 
     def discard_levels(self) -> None:
         """Makes the present update show nothing, as one whose optimizers are skipped."""
-        put_back(self._metering)
-        self._meter = None
+        self._updates.discard()
 
     def abandon_step(self) -> None:
         """Ends a step that has failed; the next one takes its place."""
-        self.discard_levels()
-        self._input_sizes = None
+        self._updates.abandon()
 
     def end_step(self, *, is_update: bool = True) -> bool:
         """Ends a step; returns whether there is a new plan.
@@ -268,11 +255,12 @@ class LivePlan:
         Raises:
             PlanError: No plan fits.
         """
-        if self._input_sizes is None or not is_update:
-            self._num_steps += 1
+        if self._updates.sizes is None or not is_update:
+            self._updates.begin_micro_batch()
             return False
-        update = self._measured_update(self._input_sizes)
-        self._input_sizes = None
+        update = self._updates.end(self._present.options)
+        if update is not None and update.is_later and self._is_warm_up:
+            update = None  # it does not show the whole update
         self._num_updates += 1
         if self.plan is None:
             is_planned = self._plan_first(update)
@@ -281,34 +269,26 @@ class LivePlan:
                 self._add_larger(update)
             is_planned = bool(self._checks_left) and self._check(update)
             is_planned = self._plan_anew() or is_planned
-        if self.plan is not None and not self._is_applied:
+        if self.plan is not None and not self._present.is_plan:
             self._apply()
         return is_planned
 
     def close(self) -> None:
         """Removes all policies and hooks."""
-        put_back(self._metering)
+        self._updates.discard()
         self._remove_policies()
-        put_back(self._hooks)
-        self._input_sizes = None
+        self._updates.close()
 
-    def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check_inputs(self) -> None:
         """Notices a batch that is larger than the present policies are for, before any block runs."""
-        sizes = self._input_sizes
-        if sizes is None or not torch.is_grad_enabled():
-            return
-        for argument, value in chain(enumerate(args), kwargs.items()):
-            size = max((tensor.numel() for tensor in tensors_in(value)), default=0)
-            if size:
-                key = f"{LATER if self._num_steps > 1 else ''}{name}:{argument}"
-                sizes[key] = max(size, sizes.get(key, 0))
-        if not self._is_safe(sizes):
-            self._install([self._base_option] * len(self._blocks))
+        if not self._is_safe(self._updates.sizes or {}):
+            self._recompute_all()
             self._measure()  # anew, if it had begun
 
     def _is_safe(self, sizes: Mapping[str, int]) -> bool:
         """Whether the present policies were chosen for inputs of these sizes, or larger ones."""
-        return self._safe_sizes is None or any(covers(each, sizes) for each in self._safe_sizes)
+        safe = self._present.safe_sizes
+        return safe is None or any(covers(each, sizes) for each in safe)
 
     def renew_blocks(self) -> None:
         """Sets the policies anew if the program has replaced modules, as a teacher that is copied from a student."""
@@ -322,38 +302,23 @@ class LivePlan:
             self._apply()
 
     def _remove_policies(self) -> None:
-        self._is_applied = False
+        self._present = self._present._replace(is_plan=False)
         self._policies.remove(self._blocks)
 
-    def _install(self, turn: Sequence[int]) -> None:
+    def _recompute_all(self) -> None:
+        self._install(_Turn(self._all_recomputed, {}))
+
+    def _install(self, turn: _Turn) -> None:
         """Sets the options of all blocks."""
-        if self._is_applied:
+        if self._present.is_plan:
             self._remove_policies()
-        self._policies.install(self._blocks, self._candidates, turn, self._head.rows)
-        self._present = list(turn)
-        self._safe_sizes = None if set(turn) == {self._base_option} else [self._turn_sizes]
+        self._policies.install(self._blocks, self._candidates, turn.options, self._head.rows)
+        safe_sizes = None if turn.options == self._all_recomputed else [turn.sizes]
+        self._present = _Present(turn.options, safe_sizes, is_plan=False)
 
     def _measure(self) -> None:
         """Measures the update from here on."""
-        put_back(self._metering)
-        self._num_states, self._num_before = self._count_states(), self._num_steps - 1
-        counter = level_counter(self._device, state_tensors(self._model, self._optimizers))
-        self._meter = LevelMeter(self._device, counter)
-        enter(self._metering, self._meter.metering(Blocks(self._blocks)))
-
-    def _measured_update(self, sizes: dict[str, int]) -> PlannedUpdate | None:
-        put_back(self._metering)
-        meter, self._meter = self._meter, None
-        levels = None if meter is None else meter.result()
-        if levels is None or not levels.has_backward or (self._num_before and self._is_warm_up):
-            return None
-        options = list(self._choice.plan if self._is_applied and self._choice is not None else self._present)
-        creates_states = self._count_states() != self._num_states
-        is_later = self._num_before > 0
-        return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states, is_later)
-
-    def _count_states(self) -> int:
-        return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
+        self._updates.measure(Blocks(self._blocks))
 
     def _plan_first(self, update: PlannedUpdate | None) -> bool:
         """Adds an update to the table; returns whether it was the last one before the plan."""
@@ -376,9 +341,9 @@ class LivePlan:
             if not (is_last or planner.fits_plain(limit.num_bytes)):
                 turn = planner.next_turn(limit.num_bytes, is_first=self._is_warm_up, only_keep=self._budget == "min")
             if not is_last and (turn is not None or self._is_warm_up or planner.num_missing):
-                self._turn = turn or [self._base_option] * len(self._blocks)
-                room = planner.room(self._turn, limit.num_bytes)
-                self._turn_sizes = {name: int(room * size) for name, size in planner.key[0]}
+                options = turn or self._all_recomputed
+                room = planner.room(options, limit.num_bytes)
+                self._turn = _Turn(options, {name: int(room * size) for name, size in planner.key[0]})
                 return False
             checks = self._most_updates - self._num_measured if self._options.check else 0
             self._checks_left = min(_CHECKS, checks)
@@ -397,14 +362,8 @@ class LivePlan:
         self._remove_policies()
         self._table, self._is_warm_up, self._num_measured = None, True, 0
         self.plan = self._choice = self._larger = None
-        self._turn, self._turn_sizes = [self._base_option] * len(self._blocks), {}
+        self._turn = _Turn(self._all_recomputed, {})
         self._report(f"{why} from at most {self._most_updates} updates")
-
-    def _count_trained(self) -> bool:
-        """Counts states of optimizers, and parameters to train; returns whether there are more than at any count."""
-        before, num_parameters = self._trained, sum(each.requires_grad for each in self._model.parameters())
-        self._trained = max(self._count_states(), before[0]), max(num_parameters, before[1])
-        return self._trained != before
 
     def _check(self, update: PlannedUpdate | None) -> bool:
         """Tells the dialogue an update under the plan; returns whether there is another plan."""
@@ -463,7 +422,7 @@ class LivePlan:
 
     def _plan_anew(self) -> bool:
         """Plans again if there was a larger batch: at once in a program of one process, else at certain updates."""
-        if self._is_alone and not self._hooks:  # of a Graph
+        if self._is_alone:
             # Not in each update, if batches grow with each.
             if self._larger is None or self._num_updates < self._next_replan:
                 return False
@@ -471,6 +430,9 @@ class LivePlan:
             # Zero for powers of two alone: all processes reach them, whatever their batches are.
             return False
         with planning_group(self._options.group) as group:
+            if not self._is_alone and self.is_settled and any(group.all_gather(self._updates.trains_more())):
+                self._begin_anew(_TRAINS_MORE)
+                return False
             updates = _exchanged(group, self._larger)
             if not updates:
                 return False
@@ -498,7 +460,7 @@ class LivePlan:
             candidates=self._candidates,
             options=self._options,
             model=self._model,
-            device=str(self._device),
+            device=str(self._updates.device),
             notes=(*self._candidates.notes, *group.notes),
         )
 
@@ -510,7 +472,7 @@ class LivePlan:
             plain_peak = planner.plain_peak
         if budget == "min" or (isinstance(budget, float) and plain_peak is None):
             return _Limit(None, 0)
-        memory = device_memory(self._device, planner.table.start_bytes, self._num_sharing)
+        memory = device_memory(self._updates.device, planner.table.start_bytes, self._num_sharing)
         headroom = memory.headroom if budget == "max" else 0
         limits = group.all_gather([budget_bytes(budget, memory, plain_peak or 0), headroom])
         return _Limit(*map(int, min(limits)))
@@ -539,7 +501,7 @@ class LivePlan:
         front = Planners([planner]).front
         self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=headroom, front=front)
         self._choice, self._larger = choice, None
-        self._count_trained()
+        self._updates.trains_more()
         self._checks_left *= run is None
         self._remove_policies()
 
@@ -549,11 +511,10 @@ class LivePlan:
         self._remove_policies()
         names = self._names()
         self._policies.apply({block: fields for block, fields in self.plan.policies.items() if block in names})
-        self._is_applied = True
         assert self._choice is not None
         limit = max(self.plan.budget_bytes, self.plan.predicted_peak_bytes)
         fitting = [key for key in self._table.keys if self._table.peak(self._choice.plan, key) <= limit]
-        self._safe_sizes = [dict(sizes) for sizes, _ in fitting]
+        self._present = _Present(list(self._choice.plan), [dict(sizes) for sizes, _ in fitting], is_plan=True)
 
     def _names(self) -> set[str]:
         """Returns the names of the modules that the program has not taken out of the model."""
@@ -662,21 +623,6 @@ def _check_options(options: PlanOptions) -> None:
     if options.step_group is not None:
         what = "expected None in a training loop, whose steps all processes run"
         raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
-
-
-LATER = "later "
-"""Begins the names of sizes of later micro-batches of an update, in which gradients are alive."""
-
-
-def covers(largest: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
-    """Returns whether no size exceeds the one of its name.
-
-    Names that ``largest`` lacks do not matter, but those of later micro-batches.
-
-    >>> covers({"0": 8}, {"0": 8, "1": 3}), covers({"0": 8}, {"0": 9}), covers({"0": 8}, {"0": 8, "later 0": 8})
-    (True, False, False)
-    """
-    return all(size <= largest.get(name, 0 if name.startswith(LATER) else size) for name, size in sizes.items())
 
 
 def _exchanged(group: PlanGroup, update: PlannedUpdate | None) -> list[PlannedUpdate]:

@@ -24,7 +24,8 @@ from graphckpt.graph import auto_plan
 from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.step import StepCall
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan, covers
+from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
+from graphckpt.planning.update_watch import covers
 
 # the compiler reads `.grad` of what it is given, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -41,7 +41,7 @@ from graphckpt.blocks.select import layers
 from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.live_plan import LATER
+from graphckpt.planning.update_watch import LATER
 from graphckpt.units import format_bytes
 
 LAYERS = 4
@@ -388,7 +388,7 @@ def test_later_micro_batches_are_told_from_the_first(tmp_path: Path) -> None:
 
     def ending(*args: Any, **kwargs: Any) -> None:
         assert callback._live is not None
-        sizes.append(dict(callback._live._input_sizes or {}))
+        sizes.append(dict(callback._live._updates.sizes or {}))
         end_step(*args, **kwargs)
 
     callback._end_step = ending  # type: ignore[method-assign]

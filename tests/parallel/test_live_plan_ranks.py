@@ -42,12 +42,14 @@ class Training:
         options = PlanOptions(select="[1-6]", candidates=["full"], progress=False)
         self.live = None if budget is None else LivePlan(self.model, budget, options, print)
         self.losses: list[float] = []
+        self.skips = False
 
     def update(self, length: int) -> None:
         x = torch.randn(length, 16, generator=torch.Generator().manual_seed(length + self.rank))
         loss = self.runs(x).square().mean()
         loss.backward()
-        self.optimizer.step()
+        if not self.skips:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
@@ -92,6 +94,33 @@ def train(rank: int, folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
 def test_two_ranks_have_one_plan_and_the_losses_of_the_plain_run(kind: str, tmp_path: Path) -> None:
     run_on_ranks(train, tmp_path, kind)
+
+
+def train_with_skipped_updates(rank: int, folder: Path) -> None:
+    """A scaler skips the optimizer at first, on all ranks: its states come when there is a plan without them."""
+    plain, planned = Training(rank, "DDP"), Training(rank, "DDP", budget := 700_000)
+    for number in range(24):
+        for each in (plain, planned):
+            each.skips = number < 6
+            if each.live is not None:
+                each.live.begin_step()
+            each.update(256)
+            if each.live is not None:
+                each.live.end_step()
+        if number == 5:
+            assert planned.live.is_settled, "without states"
+    assert planned.losses == plain.losses
+    assert planned.live.is_settled
+    assert 0 < len(planned.live.plan.policies) < 6
+    most, peak = (
+        tracked_peak(each.model, lambda each=each: each.update(256), [each.optimizer]) for each in (plain, planned)
+    )
+    assert peak <= budget < most
+
+
+@pytest.mark.multi_process
+def test_states_of_optimizers_that_come_after_the_plan_are_planned_for_on_all_ranks(tmp_path: Path) -> None:
+    run_on_ranks(train_with_skipped_updates, tmp_path)
 
 
 class TrainingGraph(Graph):

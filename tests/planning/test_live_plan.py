@@ -66,11 +66,12 @@ def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planne
     assert loop.updates(256, 256, 256) == [False, True, False]
     first = loop.live.plan
     assert loop.updates(512) == [True], "the fourth update"
-    assert loop.updates(512, 1024, 1024) == [False, False, False], "each larger than planned for"
+    assert loop.updates(512, 1024) == [False, True], "two updates after the plan before"
+    assert loop.updates(1024, 2048, 2048) == [False, False, False], "the next such plan waits for four"
     assert loop.live.handle is not None, "the policies of the plan until a batch is too large for them"
-    assert loop.updates(1024) == [True], "the eighth"
-    assert loop.lines == ["plans from at most 5 updates", *["planned again, for the largest batch so far"] * 2]
-    assert first.predicted_peak_bytes < loop.peak(1024) <= loop.live.plan.predicted_peak_bytes
+    assert loop.updates(2048) == [True], "the tenth"
+    assert loop.lines == ["plans from at most 5 updates", *["planned again, for the largest batch so far"] * 3]
+    assert first.predicted_peak_bytes < loop.peak(2048) <= loop.live.plan.predicted_peak_bytes
     loop.live.close()
 
 
@@ -163,13 +164,9 @@ def test_a_step_without_a_backward_is_not_planned_for() -> None:
     assert not skip(0)
     assert not skip(8)
     assert loop.updates(8) == [True], "the next step"
-    assert loop.updates(8, 16) == [False, False]
-    larger = loop.live._larger
-    assert not skip(32)
-    assert loop.live._larger is larger is not None, "that of the smaller batch is planned for"
-    assert loop.live.handle is not None
-    assert loop.updates(8) == [True], "the eighth update"
-    assert loop.peak(16) <= loop.live.plan.predicted_peak_bytes
+    assert loop.updates(8, 16, 24) == [False, True, False]
+    assert skip(32), "the eighth update"
+    assert loop.peak(24) <= loop.live.plan.predicted_peak_bytes < loop.peak(32), "that of the smaller batch"
     loop.live.close()
 
 
