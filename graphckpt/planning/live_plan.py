@@ -22,20 +22,17 @@ measured anew.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.blocks.apply import Handle, apply
-from graphckpt.blocks.forward import policy_of
+from graphckpt.blocks.apply import Handle
 from graphckpt.budget import Budget, check_budget
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
-from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.level_meter import block_classes
 from graphckpt.planning.options import PlanOptions, budget_bytes, device_memory, memory_id
 from graphckpt.planning.plan import Plan
@@ -46,11 +43,12 @@ from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import PolicyChoice
 from graphckpt.planning.step_clock import Blocks
 from graphckpt.planning.steps import StepRun
-from graphckpt.planning.update_planner import Candidates, UpdatePlanner, candidates_for_updates
+from graphckpt.planning.update_planner import UpdatePlanner, candidates_for_updates
+from graphckpt.planning.update_policies import ModulePolicies, UpdatePolicies
 from graphckpt.planning.update_table import PlannedUpdate, UpdateKey, UpdateTable, highest_levels
 from graphckpt.planning.update_watch import UpdateWatch, covers
 from graphckpt.progress import Progress
-from graphckpt.undo import Undo, enter, put_back, scope
+from graphckpt.undo import Undo, scope
 from graphckpt.units import format_sizes
 
 MOST_UPDATES = 8  # until there is a plan that was checked
@@ -98,31 +96,6 @@ class _Limit(NamedTuple):
     headroom: int
 
 
-class UpdatePolicies(ABC):
-    """Sets the policies that updates run under."""
-
-    handle: Handle | None = None
-    """That of the plan, if its policies were applied to the modules themselves."""
-
-    @abstractmethod
-    def install(
-        self,
-        blocks: Sequence[tuple[str, nn.Module]],
-        candidates: Candidates,
-        turn: Sequence[int],
-        head: Sequence[PlanRow],
-    ) -> None:
-        """Gives each block the option that ``turn`` names, and the blocks of ``head`` those policies."""
-
-    @abstractmethod
-    def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
-        """Gives blocks the policies of a plan, by name."""
-
-    @abstractmethod
-    def remove(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        """Removes all of these policies."""
-
-
 @final
 class LivePlan:
     """The policies of a training that is planned while it runs.
@@ -154,7 +127,7 @@ class LivePlan:
         self._model, self._options, self._report = model, options, report
         self._budget = check_budget(memory_budget)
         self._blocks = find_blocks(model, options.select)
-        self._policies = _ModulePolicies(model, options) if policies is None else policies
+        self._policies = ModulePolicies(model, options) if policies is None else policies
         self._updates = UpdateWatch(model, optimizers or ())
         self._num_updates = self._checks_left = 0
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
@@ -312,7 +285,8 @@ class LivePlan:
         """Sets the options of all blocks."""
         if self._present.is_plan:
             self._remove_policies()
-        self._policies.install(self._blocks, self._candidates, turn.options, self._head.rows)
+        every = [*zip(self._candidates.options, self._candidates.stores, strict=True)]
+        self._policies.install(self._blocks, [every[number] for number in turn.options], self._head.rows)
         safe_sizes = None if turn.options == self._all_recomputed else [turn.sizes]
         self._present = _Present(turn.options, safe_sizes, is_plan=False)
 
@@ -524,62 +498,6 @@ class LivePlan:
         if callable(self._options.progress):
             self._options.progress(self._num_measured, self._most_updates)
         self._progress.begin(f"update {self._num_measured} of at most {self._most_updates} is measured")
-
-
-@final
-class _ModulePolicies(UpdatePolicies):
-    """Sets policies on the modules, where they stay until they are removed.
-
-    Args:
-        model: The model.
-        options: Of which ``compile`` says how its blocks are compiled.
-    """
-
-    def __init__(self, model: nn.Module, options: PlanOptions) -> None:
-        self._model = model
-        self._code = parse_compile(options.compile, options.candidates)
-        self._installed: dict[int, tuple[nn.Module, int, Undo]] = {}
-        """The module and the option of each block while there is no ``handle``, and how to remove its policy."""
-        self._head: Handle | None = None
-
-    def install(
-        self,
-        blocks: Sequence[tuple[str, nn.Module]],
-        candidates: Candidates,
-        turn: Sequence[int],
-        head: Sequence[PlanRow],
-    ) -> None:
-        # Blocks whose option stays keep what their first call has taught.
-        if head and self._head is None:
-            self._head = apply(self._model, {row.block: row.fields for row in head})
-        for number, (name, module) in enumerate(blocks):
-            before = self._installed.get(number)
-            if before is not None and before[:2] == (module, turn[number]):
-                continue
-            if before is not None:
-                put_back(before[2])
-            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
-                wrapper.uninstall()
-            option, store = candidates.options[turn[number]], candidates.stores[turn[number]]
-            undo: Undo = []
-            self._installed[number] = module, turn[number], undo
-            enter(undo, compiled_forwards([module], self._code.options))
-            enter(undo, Blocks([(name, module)]).under([option], [store]))
-
-    def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
-        self.handle = apply(self._model, dict(policies))
-
-    def remove(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        for handle in (self.handle, self._head):
-            if handle is not None:
-                handle.remove()
-        self.handle = self._head = None
-        for _, _, undo in self._installed.values():
-            put_back(undo)
-        self._installed.clear()
-        for _, module in blocks:
-            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
-                wrapper.uninstall()
 
 
 @final
