@@ -307,8 +307,8 @@ class LivePlan:
                 self._table = self._candidates.table(classes)
             self._table.add(updates)
             is_last = self._num_measured >= self._most_updates - _CHECKS
-            creates_states = any(each.creates_states for each in updates)
-            self._is_warm_up = not is_last and (self._num_measured == 1 or creates_states)
+            adds_lasting = any(each.adds_lasting for each in updates)
+            self._is_warm_up = not is_last and (self._num_measured == 1 or adds_lasting)
             planner = self._planner(group)
             limit = self._limit(planner, group)
             turn = None

@@ -126,15 +126,15 @@ class PlannedUpdate:
     levels: StepReadings
     options: Sequence[int]
     sizes: InputSizes
-    creates_states: bool = False
-    """Whether optimizers have created their states in it, which are alive from then on."""
+    adds_lasting: bool = False
+    """Whether states of optimizers, or gradients, came in it that are alive from then on."""
     is_later: bool = False
     """Whether the levels are those of later micro-batches alone, which begin with gradients of the first ones."""
 
     @property
     def next_start_bytes(self) -> int:
         """The level at the start of the next update. At the end of this one its batch may be alive as well."""
-        return self.levels.end_bytes if self.creates_states else self.levels.start_bytes
+        return self.levels.end_bytes if self.adds_lasting else self.levels.start_bytes
 
     @property
     def key(self) -> UpdateKey:
@@ -149,7 +149,7 @@ class PlannedUpdate:
 
     def to_message(self) -> list[Any]:
         """Returns plain values, for JSON."""
-        return [self.levels.to_message(), [*self.options], [*self.sizes], self.creates_states, self.is_later]
+        return [self.levels.to_message(), [*self.options], [*self.sizes], self.adds_lasting, self.is_later]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
@@ -204,7 +204,7 @@ class UpdateTable:
     def add(self, updates: Sequence[PlannedUpdate]) -> None:
         """Adds one update, as each of the processes that plan together has run it."""
         self._forget()
-        starts = (update.next_start_bytes for update in updates if update.creates_states or not update.is_later)
+        starts = (update.next_start_bytes for update in updates if update.adds_lasting or not update.is_later)
         self.start_bytes = max(starts, default=self.start_bytes)
         for update in (each.from_start(self.start_bytes) for each in updates):
             self._updates.setdefault(update.key, []).append(update)

@@ -46,6 +46,7 @@ class UpdateWatch:
         self._num_batches = 0  # micro-batches of the update that have begun
         self._num_before = 0  # those that had ended when measuring began
         self._num_states = 0  # of optimizers, when measuring began
+        self._may_keep_gradients = True  # from one update to the next, as the first one shows
         self._trained = 0, 0  # the most states of optimizers, and parameters to train: some alternate with others
 
     def add_hooks(self, blocks: Iterable[str], on_inputs: Callable[[], None]) -> None:
@@ -94,8 +95,12 @@ class UpdateWatch:
         levels = None if meter is None else meter.result()
         if sizes is None or levels is None or not levels.has_backward:
             return None
-        creates_states = self._count_states() != self._num_states
-        return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states, self._num_before > 0)
+        # A program that frees gradients at the start of each update, and does not keep them, is not told apart by one
+        # update: the second then begins with less than expected.
+        has_gradients = self._may_keep_gradients and any(each.grad is not None for each in self._model.parameters())
+        self._may_keep_gradients = False
+        adds_lasting = has_gradients or self._count_states() != self._num_states
+        return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), adds_lasting, self._num_before > 0)
 
     def abandon(self) -> None:
         """Ends an update that has failed."""

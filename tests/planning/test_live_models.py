@@ -64,9 +64,12 @@ def built(name: str) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
 class Training:
     """Trains a model on batches of some lengths, with a budget or without."""
 
-    def __init__(self, name: str, budget: int | str | None = None) -> None:
+    def __init__(self, name: str, budget: int | str | None = None, gradients: str = "freed") -> None:
         self.model, self._loss = built(name)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self._gradients = gradients
+        if gradients != "freed":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, foreach=False)
         options = PlanOptions(select="layers.*" if name == "stages" else None, progress=False)
         self.live = None if budget is None else LivePlan(self.model, budget, options, print)
         self.peaks: list[int] = []
@@ -85,6 +88,8 @@ class Training:
         losses = []
 
         def run(number: int, lengths: Sequence[int]) -> None:
+            if self._gradients == "freed late":
+                self.optimizer.zero_grad()
             for place, length in enumerate(lengths):
                 if self.live is not None:
                     self.live.begin_step()
@@ -95,7 +100,8 @@ class Training:
                     self.live.end_step(is_update=False)
             if number >= first_with_states:
                 self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self._gradients != "freed late":
+                self.optimizer.zero_grad(set_to_none=self._gradients == "freed")
 
         for number, lengths in enumerate(updates):
             self.peaks.append(peak_of(self.model, partial(run, number, lengths), [self.optimizer]))
@@ -121,6 +127,24 @@ def unplanned(name: str, lengths: tuple[int, ...]) -> tuple[list[float], int, in
     losses = plain.run(lengths)
     assert full.run(lengths) == losses
     return losses, full.peak(24), plain.peak(24)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("name", ["gpt2", "conv"])
+@pytest.mark.parametrize("gradients", ["zeros", "freed late"])
+def test_gradients_that_stay_from_the_first_update_on_are_counted(name: str, share: float, gradients: str) -> None:
+    """``zero_grad(set_to_none=False)`` and SGD, which has no states: the second update begins with gradients."""
+    full, plain = Training(name, "min", gradients), Training(name, None, gradients)
+    losses = plain.run(EQUAL)
+    assert full.run(EQUAL) == losses
+    least, highest = min(full.peaks[-2:]), max(plain.peaks)
+    budget = int(least + share * (highest - least))
+    planned = Training(name, budget, gradients)
+    assert planned.run(EQUAL) == losses
+    assert planned.live is not None
+    assert planned.live.is_settled
+    assert max(planned.peaks) <= budget
+    assert {row.option for row in planned.live.plan.rows} != {"full"}
 
 
 @pytest.mark.parametrize(
