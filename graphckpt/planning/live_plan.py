@@ -133,9 +133,10 @@ class LivePlan:
         self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
         self._num_measured = 0  # updates, for the first plan
         self._table: UpdateTable | None = None
-        self._is_warm_up, self._is_trial = True, False
-        """Whether the table has nothing but an update that has created states of optimizers; whether the present plan
-        is a trial of what the largest update has not shown."""
+        self._is_warm_up = True
+        """Whether the table has nothing but an update that has created states of optimizers."""
+        self._is_trial = False
+        """Whether the present plan is a trial of what the largest update has not shown."""
         self._larger: PlannedUpdate | None = None
         """The largest update since the plan was made, if it was larger than planned for."""
         self.plan: Plan | None = None
