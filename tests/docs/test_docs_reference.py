@@ -18,6 +18,7 @@ from graphckpt import blocks, graph, planning, train
 from graphckpt.cli import main
 from graphckpt.config import LazyConfig
 from graphckpt.config.schema import RunConfig
+from graphckpt.train import tasks
 from graphckpt.train.data import TextData
 from graphckpt.train.own_data import OwnData
 from graphckpt.train.settings import TrainConfig
@@ -105,4 +106,6 @@ def test_every_public_name_is_in_the_reference() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference").rglob("*.md")]
     shown = {name.rpartition(".")[2] for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
     public = {*graphckpt.__all__, *blocks.__all__, *planning.__all__, *graph.__all__, *train.__dict__["_PUBLIC"]}
+    (row,) = re.findall(r"^\| Python \|.*$", (ROOT / "docs/stability.md").read_text(encoding="utf-8"), re.MULTILINE)
+    public |= {*tasks.__all__, *re.findall(r"`[\w.]*?([A-Z]\w+)`", row)}
     assert public - shown == SECOND_NAMES
