@@ -72,6 +72,11 @@ class TestProfiles:
                 if value and not line.startswith("#") and key not in explained:
                     assert "#" in line or before.startswith("#"), f"{name}: {line}"
 
+    @pytest.mark.parametrize(("name", "percentage"), [("h100", 80.3), ("h200", 80.3), ("b200", 77.6)])
+    def test_products_reach_the_same_share_of_the_highest_measured_rate(self, name: str, percentage: float) -> None:
+        of_a100 = load_profile("a100-80g").efficiency["matmul"] / 86.9
+        assert load_profile(name).efficiency["matmul"] == pytest.approx(of_a100 * percentage, abs=5e-4)
+
     @pytest.mark.parametrize(("name", "variants"), [("v100", "v100-16g, v100-32g"), ("a100", "a100-40g, a100-80g")])
     def test_a_short_name_lists_its_variants(self, name: str, variants: str) -> None:
         with pytest.raises(ConfigError) as error:
