@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -68,6 +69,24 @@ def own_device_modules(undo: Undo) -> Iterator[None]:
     undo.append((clear, ()))
     clear()
     yield
+
+
+def attributes_of_new_scaler(scaler: Any) -> dict[str, Any]:
+    """Returns the attributes of a gradient scaler that has not scaled yet, where they change as it scales."""
+    states: dict[int, Any] = defaultdict(scaler._per_optimizer_states.default_factory)
+    return {"_scale": None, "_growth_tracker": None, "_per_optimizer_states": states}
+
+
+def is_scaler_for_cuda(scaler: Any) -> bool:
+    return bool(scaler._device == "cuda")
+
+
+SCALER_WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
+    "get_scale": lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0,
+    "_get_growth_tracker": lambda scaler: scaler._init_growth_tracker if scaler.is_enabled() else 0,
+    "_maybe_opt_step": lambda _, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+}
+"""Methods of a gradient scaler that read values, as they are while none overflows."""
 
 
 def _names_with_kernel(key: str) -> frozenset[str]:

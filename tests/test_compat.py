@@ -667,6 +667,32 @@ def test_equal_layers_are_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts[1] == counts[2] < 40
 
 
+def test_a_gradient_scaler_is_as_new_and_answers_without_values() -> None:
+    scaler, new = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not _compat_fake.is_scaler_for_cuda(scaler)
+    answers = _compat_fake.SCALER_WITHOUT_VALUES
+    steps: list[object] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(None))
+
+    def states_of(scaler: Any) -> list[float]:
+        names = "get_scale", "_get_growth_tracker"
+        states = [getattr(scaler, name)() for name in names]
+        assert [answers[name](scaler) for name in names] == states
+        return states
+
+    assert states_of(scaler) == [8.0, 0]
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    assert vars(scaler)["_scale"] is not None
+    scaler.step(optimizer)
+    answers["_maybe_opt_step"](scaler, optimizer, {})
+    assert len(steps) == 2
+    assert vars(scaler).keys() >= _compat_fake.attributes_of_new_scaler(scaler).keys()
+    vars(scaler).update(_compat_fake.attributes_of_new_scaler(scaler))
+    assert vars(scaler) == vars(new)
+    assert states_of(torch.amp.GradScaler("cpu", enabled=False)) == [1.0, 0]
+
+
 def test_a_message_that_a_device_cannot_hold_is_cut_off() -> None:
     with pytest.raises(RuntimeError, match=r"^block: ä+$"):
         _compat.assert_on_device(torch.tensor(False), "block: " + 200 * "ä")

@@ -7,7 +7,6 @@ host of it.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from graphckpt._compat import is_fake, unseen_by_modes
 from graphckpt._compat_fake import (
     FACTORIES,
     HOST,
+    SCALER_WITHOUT_VALUES,
     SIMULATED,
     TRUNCATED_NORMAL,
     UNNAMED,
@@ -33,8 +33,10 @@ from graphckpt._compat_fake import (
     MixedDevicesError,
     NoValueError,
     at,
+    attributes_of_new_scaler,
     backward_within,
     forget_fake,
+    is_scaler_for_cuda,
     own_device_modules,
     place_together,
     unnamed_devices_mixed,
@@ -394,9 +396,8 @@ def _scale_gradients_here(
             if scaler.is_enabled():
                 simulated.add(scaler)
                 stand_ins.callback(vars(scaler).update, dict(vars(scaler)))
-                states: dict[int, Any] = defaultdict(scaler._per_optimizer_states.default_factory)
-                vars(scaler).update(_scale=None, _growth_tracker=None, _per_optimizer_states=states)
-            elif is_disabled and scaler._device == "cuda" and torch.float16 in autocast_dtypes:
+                vars(scaler).update(attributes_of_new_scaler(scaler))
+            elif is_disabled and is_scaler_for_cuda(scaler) and torch.float16 in autocast_dtypes:
                 what = "calls a gradient scaler that was built where CUDA is absent, and has disabled itself"
                 fix = "build it in the function that builds the model, or as GradScaler('cpu'), which counts the same"
                 raise ConfigError(f"the step ({user_line()}) {what} · fix: {fix}")
@@ -404,15 +405,7 @@ def _scale_gradients_here(
 
     if is_cuda:
         stand_ins.swap(common, amp_definitely_not_available=lambda: False)  # the constructor asks it
-    stand_ins.swap(
-        kind,
-        __init__=init,
-        scale=scale_here,
-        # They read values, which fake tensors do not have.
-        get_scale=lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0,
-        _get_growth_tracker=lambda scaler: scaler._init_growth_tracker if scaler.is_enabled() else 0,
-        _maybe_opt_step=lambda _, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
-    )
+    stand_ins.swap(kind, __init__=init, scale=scale_here, **SCALER_WITHOUT_VALUES)
 
 
 def _choose_foreach_optimizers(stand_ins: StandIns) -> None:
