@@ -455,7 +455,8 @@ def place_together(tensors: Iterable[torch.Tensor | None]) -> None:
 
     Kernels that take lists of tensors compare devices before an op sees them.
     """
-    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor) and tensor.dim()]
+    with without_torch_functions():
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor) and tensor.dim()]
     if {tensor.fake_device for tensor in fakes} == {SIMULATED, UNNAMED}:
         for tensor in fakes:
             tensor.fake_device = SIMULATED

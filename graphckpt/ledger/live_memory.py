@@ -25,7 +25,7 @@ from graphckpt._compat import (
     storage_of,
 )
 from graphckpt._compat_compiler import DispatchMode, never_compiled
-from graphckpt._compat_fake import is_on_host, is_stored_on_host
+from graphckpt._compat_fake import is_on_host, is_stored_on_host, without_torch_functions
 from graphckpt._compat_memory import resizes_reported_to
 from graphckpt.ledger.record import Event, TensorLife
 from graphckpt.tree import inner_tensors, storages_of
@@ -155,13 +155,14 @@ class LiveBytes(DispatchMode):
 
     def track(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts existing tensors: parameters, optimizer state, inputs. ``None`` is skipped."""
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            if hasattr(tensor, "__tensor_flatten__"):
-                self.track(inner_tensors(tensor))
-            else:
-                self._see(tensor)
+        with without_torch_functions():
+            for tensor in tensors:
+                if tensor is None:
+                    continue
+                if hasattr(tensor, "__tensor_flatten__"):
+                    self.track(inner_tensors(tensor))
+                else:
+                    self._see(tensor)
 
     def track_storages_of(self, other: LiveBytes) -> None:
         """Counts the storages that another counter has seen and that are alive."""

@@ -538,7 +538,7 @@ class FakeStep:
             # From an empty process, as its allocator would see it: the first step puts optimizer states among
             # activations, which leaves gaps that later steps have to live with. The second is the first step in which
             # all of them exist, and all later ones are like it.
-            trace = self._new_trace(timeline.op_seconds)
+            trace = self._new_trace(None)
             weights = [*self._model.parameters(), *self._model.buffers()]
             buckets = gradient_buckets(weights)
             trace.track([*weights, *buckets, *self._workspaces])
@@ -558,9 +558,7 @@ class FakeStep:
                     trace.begin_step()
                     self._step_fn()  # creates optimizer states, and finds buffers that change
                     trace.begin_step()
-                timeline.begin_step()
-                if costs is not None:
-                    costs.clear()
+                trace.op_seconds = timeline.op_seconds  # the first step is not like later ones, and has no use for it
                 with meter.metering(blocks):
                     self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
@@ -614,6 +612,6 @@ class FakeStep:
                 stand_ins.swap(each, _modules={str(number): module for number, module in enumerate(rest)})
             yield True
 
-    def _new_trace(self, op_seconds: OpSeconds) -> AllocationTrace:
+    def _new_trace(self, op_seconds: OpSeconds | None) -> AllocationTrace:
         rounded, extra_bytes = self.rounded, self.machine.op_extra_bytes
         return AllocationTrace("meta", is_fake=True, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)

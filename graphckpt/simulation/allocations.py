@@ -267,7 +267,7 @@ class AllocationTrace(LiveBytes):
         self.bytes_of_blocks = 0
         """Live bytes that forwards of blocks have allocated."""
         self.rounded = rounded
-        self._op_seconds = op_seconds
+        self.op_seconds = op_seconds
         self._extra_bytes = extra_bytes
         # The number of each storage that is alive, by its id.
         self._numbers: dict[int, int] = {}
@@ -282,8 +282,8 @@ class AllocationTrace(LiveBytes):
             return args[0].device if is_fake(args[0]) else func(*args)
         with without_torch_functions() if self._counts_fake else _NOTHING:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if self._op_seconds is not None and result is not NotImplemented:
-                self.seconds += self._op_seconds(func, args, kwargs or {}, result)
+            if self.op_seconds is not None and result is not NotImplemented:
+                self.seconds += self.op_seconds(func, args, kwargs or {}, result)
             if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
                 self._change(num_bytes, _TEMPORARY)  # allocated and freed at once
                 self._change(-num_bytes, _TEMPORARY)
@@ -301,10 +301,11 @@ class AllocationTrace(LiveBytes):
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: StorageKind) -> None:
         """Sets the kind of the storages of tensors, as far as they are counted."""
-        for tensor in tensors:
-            for storage in () if tensor is None else storages_of(tensor):
-                if (number := self._numbers.get(id(storage))) is not None:
-                    self.allocations.kinds[number] = kind
+        with without_torch_functions():
+            for tensor in tensors:
+                for storage in () if tensor is None else storages_of(tensor):
+                    if (number := self._numbers.get(id(storage))) is not None:
+                        self.allocations.kinds[number] = kind
 
     def _change(self, num_bytes: int, key: int) -> None:
         """Logs that the storage with the id ``key`` has ``num_bytes`` more than before, or less if negative."""

@@ -80,6 +80,9 @@ class AdamW8bit(KernelOptimizer):
         return states
 
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        if not self._is_paged:
+            super()._update(parameter, grad, state)
+            return
         # Paged states are in managed memory of CUDA, which moves to the GPU for the update, and out of it when the next
         # step needs room. `to` returns the others as they are.
         resident = {name: value.to(parameter.device) for name, value in state.items()}

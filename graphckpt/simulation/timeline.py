@@ -133,10 +133,6 @@ class Timeline:
         self._compute_seconds = op_seconds
         self._cluster = cluster
         self._groups: set[str] = set()
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Begins another step, with no collective under way."""
         self._now = self._communication = self._exposed = 0.0
         # The seconds of the first forward and backward, with the waits of computation until their end.
         self._first: StepSeconds | None = None
