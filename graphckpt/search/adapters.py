@@ -14,6 +14,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.search.estimate_options import EstimateOptions
 from graphckpt.search.finetune_options import ALL_LINEAR, target_modules
+from graphckpt.simulation.quantized import Nf4Linear, QuantizedLinear
 
 
 def with_lora(model: Any, options: EstimateOptions, name: str, extra: str) -> nn.Module:
@@ -61,11 +62,38 @@ def with_lora(model: Any, options: EstimateOptions, name: str, extra: str) -> nn
         missing = [one for one in names if not any(layer.endswith(f".{one}") for layer in layers)]
         if missing:  # PEFT ignores them if it finds another one
             raise _not_found(",".join(missing), linear, options, name)
+    if options.quantization is not None:
+        _adapt_quantized(adapted, is_autocast=options.autocast is not None)
     if options.lora_dtype is not None:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(getattr(torch, options.lora_dtype))
     return adapted
+
+
+def _adapt_quantized(adapted: nn.Module, *, is_autocast: bool) -> None:
+    """Gives adapters of quantized layers the forward that PEFT defines for them where bitsandbytes is installed."""
+    from peft.tuners.lora import Linear  # noqa: PLC0415
+
+    class QuantizedAdapter(Linear):
+        """``peft.tuners.lora.Linear4bit`` and ``Linear8bitLt`` with one adapter: they leave types to autocast."""
+
+        def forward(self: Any, x: torch.Tensor) -> Any:
+            result = self.base_layer(x)
+            if isinstance(self.base_layer, Nf4Linear):
+                result = result.clone()  # as PEFT does
+            dtype, (name,) = result.dtype, self.active_adapters
+            if not is_autocast:
+                x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
+            if name in self.lora_variant:
+                result = self.lora_variant[name].forward(self, active_adapter=name, x=x, result=result)
+                return result if is_autocast else result.to(dtype)
+            output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
+            return result + (output if is_autocast else output.to(dtype))
+
+    for module in adapted.modules():
+        if isinstance(getattr(module, "base_layer", None), QuantizedLinear):
+            module.__class__ = QuantizedAdapter
 
 
 def lora_phrase(model: nn.Module, options: EstimateOptions) -> str:

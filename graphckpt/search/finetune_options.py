@@ -68,10 +68,9 @@ class FineTuneOptions:
         dropout = self.lora_dropout
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             yield "lora_dropout", f"expected a number from 0 to below 1, got {dropout!r}", "lora_dropout", 0.05
-        if self.dora and self.quantization is not None:
-            quantized = self.named("quantization")
-            what = f"expected float weights, got {quantized} {self.quantization!r}, which is not simulated with DoRA"
-            yield "dora", what, "dora", False
+        if self.dora and self.quantization == "int8":
+            what = f"expected 4 bits, got {self.named('quantization')} 'int8', which is not simulated with DoRA"
+            yield "dora", what, "quantization", "nf4"
         if self.fused_backward and self.optimizer == "adamw-offload":
             what = "expected an optimizer on the device, got 'adamw-offload'"
             yield "fused_backward", what, "optimizer", "adamw-8bit"

@@ -65,7 +65,11 @@ class Nf4Linear(QuantizedLinear):
         absmax: torch.Tensor = self.absmax
         return absmax
 
-    def dequantized(self) -> torch.Tensor:
+    @property
+    def W_q(self) -> torch.Tensor:  # noqa: N802 - a name in HQQ's layers, by which PEFT finds `dequantize` for DoRA
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
         shape = (self.out_features, self.in_features)
         weight: torch.Tensor = kernel_ops.dequantize(self.weight, self.scales(), shape, self.compute_dtype)
         return weight
@@ -101,12 +105,12 @@ class _Nf4Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, linear: Nf4Linear, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.linear = linear
-        return F.linear(inputs, linear.dequantized(), bias)
+        return F.linear(inputs, linear.dequantize(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        return torch.matmul(grad, ctx.linear.dequantized().to(grad.dtype)), None, None
+        return torch.matmul(grad, ctx.linear.dequantize().to(grad.dtype)), None, None
 
 
 @final

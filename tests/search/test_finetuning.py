@@ -155,21 +155,34 @@ class TestQuantization:
         fewer = peaks[None].allocated_bytes - peaks["nf4"].allocated_bytes
         assert 0.9 * copy <= weights - fewer <= 1.5 * copy
 
-    @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
-    def test_the_peak_is_that_of_the_library_on_a_cpu(self, kind: str) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "more"),
+        [
+            *((kind, {}) for kind in ("nf4", "nf4-double", "int8")),
+            *((kind, {"autocast": "bfloat16"}) for kind in ("nf4", "int8")),
+            *((kind, {"dora": True}) for kind in ("nf4", "nf4-double")),
+            ("nf4", {"dora": True, "autocast": "bfloat16"}),
+        ],
+    )
+    def test_the_peak_is_that_of_the_library_on_a_cpu(
+        self, kind: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A step with bitsandbytes' layers, PEFT's adapters for them and its optimizer, measured on a CPU."""
+        is_enabled = torch.is_autocast_enabled
+        # PEFT asks for CUDA, which is the default.
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": is_enabled(kind))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pytest.importorskip("bitsandbytes", exc_type=ImportError)
-            model, step = real_step(kind)
+            model, step = real_step(kind, **more)
             step()
             measured = graphckpt.plan(model, step, memory_budget=0.99).plain_peak_bytes
         options = {"seq": 256, "quantization": kind, "lora": 8, "lora_targets": "all-linear", "optimizer": "adamw-8bit"}
-        predicted = estimated("cpu", **options).policies["keep"].allocated_bytes
+        predicted = estimated("cpu", **options, **more).policies["keep"].allocated_bytes
         assert predicted == pytest.approx(measured, rel=0.001)
 
 
-def real_step(kind: str) -> Any:
+def real_step(kind: str, *, autocast: str | None = None, dora: bool = False) -> Any:
     import bitsandbytes  # noqa: PLC0415
 
     layers = bitsandbytes.nn
@@ -190,12 +203,14 @@ def real_step(kind: str) -> Any:
     model.is_loaded_in_8bit = kind == "int8"
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit
     model.config.use_cache = False
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear")).train()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", use_dora=dora)).train()
     optimizer = bitsandbytes.optim.AdamW8bit([one for one in adapted.parameters() if one.requires_grad])
     tokens = torch.zeros(2, 256, dtype=torch.long)
 
     def step() -> None:
-        adapted(input_ids=tokens, labels=tokens.clone()).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+            loss = adapted(input_ids=tokens, labels=tokens.clone()).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -329,7 +344,7 @@ class TestErrors:
             ({"quantization": "nf5", "lora": 8}, "quantization: expected nf4, nf4-double or int8, got 'nf5'"),
             ({"lora_targets": "q_proj"}, "lora_targets: expected lora with it, got 'q_proj' alone"),
             ({"lora": 8, "lora_dropout": 1.5}, "lora_dropout: expected a number from 0 to below 1, got 1.5"),
-            ({"lora": 8, "dora": True, "quantization": "nf4"}, "dora: expected float weights, got quantization 'nf4'"),
+            ({"lora": 8, "dora": True, "quantization": "int8"}, "dora: expected 4 bits, got quantization 'int8'"),
             (
                 {"lora": 8, "world_size": 2, "quantization": "nf4"},
                 "quantization: expected one process, got world_size 2",
