@@ -610,6 +610,9 @@ def _ops_on_fakes() -> list[Callable[[], Any]]:
         lambda: x.unfold(0, 2, 1),
         lambda: x.view(torch.int32),
         lambda: torch.complex(x, x) * 1j,
+        lambda: torch._foreach_sqrt([x, y, x[1:]]),
+        lambda: torch._foreach_add([x, y], [1, 2.0]),
+        lambda: torch._foreach_mul([ids, x], [1, 2.0]),
     ]
     return ops
 
@@ -665,6 +668,25 @@ def test_equal_layers_are_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> No
             torch.nn.Sequential(*layers)(torch.ones(2, 8)).sum().backward()
         counts.append(len(dispatched) - begin)
     assert counts[1] == counts[2] < 40
+
+
+def test_optimizers_of_lists_are_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch, names = FakeTensorMode.dispatch, []
+
+    def spy(mode: Any, func: Any, *arguments: Any) -> Any:
+        names.append(func.overloadpacket.__name__)
+        return dispatch(mode, func, *arguments)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", spy)
+    with _compat_fake.FakeTensors():
+        lists = [torch.ones(8) for _ in range(4)]
+        for _ in range(3):
+            torch._foreach_sqrt(lists)
+        with pytest.raises(_compat_fake.NoValueError):
+            lists[0].sum().item()
+        assert torch.tensor(2.5).item() == 2.5
+    assert names.count("_foreach_sqrt") == 1
+    assert "_local_scalar_dense" not in names
 
 
 def test_a_gradient_scaler_is_as_new_and_answers_without_values() -> None:
