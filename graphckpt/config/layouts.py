@@ -1,6 +1,7 @@
 """Compares layouts of a run over the ranks of a cluster: sizes of data, tensor and pipeline parallelism, and ZeRO.
 
-Arithmetic rules most of them out, and the most promising of the others are simulated: ``graphckpt fit --world-size``.
+Arithmetic rules most of them out, and the most promising of the others are simulated, as ``graphckpt find-batch-size
+--world-size`` shows.
 """
 
 from __future__ import annotations
