@@ -129,6 +129,14 @@ def with_held_writes(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: 
     return store, writes
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_store_of_others() -> None:
+    """Frees what other modules have left in cycles that were alive when older objects were frozen: it has threads."""
+    gc.unfreeze()
+    gc.collect()
+    until(lambda: not disk_threads())
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     before = set(threading.enumerate())
