@@ -24,7 +24,7 @@ from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.step_state import reached_by_graph, unchanged
-from graphckpt.planning.candidates import Option, can_join, parse_compile, without_share
+from graphckpt.planning.candidates import can_join, parse_compile, without_share
 from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.options import DeviceMemory, PlanOptions, budget_bytes, device_memory
 from graphckpt.planning.plan import KEEP_ALL, Plan, plan_line
@@ -33,13 +33,12 @@ from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
 from graphckpt.planning.planner import Planners, policy_with_settings
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import FakeStep, RealStep
-from graphckpt.planning.update_policies import UpdatePolicies
+from graphckpt.planning.update_policies import BlockChoice, UpdatePolicies
 from graphckpt.planning.update_watch import covers
 from graphckpt.progress import Progress
 from graphckpt.reached import Restore, check_restore
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import Device, DeviceProfile, load_profile, profile_names
-from graphckpt.stores.base import Store
 from graphckpt.tree import flatten_call, inner_tensors
 from graphckpt.undo import Ending
 from graphckpt.units import format_bytes, format_sizes
@@ -393,10 +392,7 @@ class _UpdateFlags(UpdatePolicies):
         self._blocks: list[str] = []
 
     def install(
-        self,
-        blocks: Sequence[tuple[str, nn.Module]],
-        choices: Sequence[tuple[Option, Store | None]],
-        head: Sequence[PlanRow],
+        self, blocks: Sequence[tuple[str, nn.Module]], choices: Sequence[BlockChoice], head: Sequence[PlanRow]
     ) -> None:
         self._blocks = [name for name, _ in blocks]
         settings = self._options, self._compile_field

@@ -53,8 +53,8 @@ from graphckpt.units import format_sizes
 
 MOST_UPDATES = 8  # until there is a plan that was checked
 _CHECKS = 2  # another plan may run other ops at its peak
-_TRAINS_MORE = "there are more parameters to train, or states of optimizers: plans"
 _CHECKS_ANEW = 4  # what smaller batches have shown is scaled to what it can be at most
+_TRAINS_MORE = "there are more parameters to train, or states of optimizers: plans"
 
 
 # Note [The states of a live plan]
@@ -134,7 +134,7 @@ class LivePlan:
         self._num_measured = 0  # updates, for the first plan
         self._table: UpdateTable | None = None
         self._is_warm_up = True
-        """Whether the table has nothing but an update that has created states of optimizers."""
+        """Whether the table has nothing but an update that has added states of optimizers, or lasting gradients."""
         self._is_trial = False
         """Whether the present plan is a trial of what the largest update has not shown."""
         self._larger: PlannedUpdate | None = None
@@ -249,9 +249,8 @@ class LivePlan:
 
     def close(self) -> None:
         """Removes all policies and hooks."""
-        self._updates.discard()
-        self._remove_policies()
         self._updates.close()
+        self._remove_policies()
 
     def _check_inputs(self) -> None:
         """Notices a batch that is larger than the present policies are for, before any block runs."""

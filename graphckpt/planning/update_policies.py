@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from graphckpt.planning.step_clock import Blocks
 from graphckpt.stores.base import Store
 from graphckpt.undo import Undo, enter, put_back
 
+BlockChoice: TypeAlias = tuple[Option, Store | None]
+"""The option of a block, and where that stores saved tensors; ``None`` is the device."""
+
 
 class UpdatePolicies(ABC):
     """Sets the policies that updates run under."""
@@ -26,12 +29,9 @@ class UpdatePolicies(ABC):
 
     @abstractmethod
     def install(
-        self,
-        blocks: Sequence[tuple[str, nn.Module]],
-        choices: Sequence[tuple[Option, Store | None]],
-        head: Sequence[PlanRow],
+        self, blocks: Sequence[tuple[str, nn.Module]], choices: Sequence[BlockChoice], head: Sequence[PlanRow]
     ) -> None:
-        """Gives each block its option, with where that stores tensors, and the blocks of ``head`` those policies."""
+        """Gives each block its choice, and the blocks of ``head`` those policies."""
 
     @abstractmethod
     def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
@@ -54,15 +54,12 @@ class ModulePolicies(UpdatePolicies):
     def __init__(self, model: nn.Module, options: PlanOptions) -> None:
         self._model = model
         self._code = parse_compile(options.compile, options.candidates)
-        self._installed: dict[str, tuple[nn.Module, tuple[Option, Store | None], Undo]] = {}
+        self._installed: dict[str, tuple[nn.Module, BlockChoice, Undo]] = {}
         """The module and the option of each block while there is no ``handle``, and how to remove its policy."""
         self._head: Handle | None = None
 
     def install(
-        self,
-        blocks: Sequence[tuple[str, nn.Module]],
-        choices: Sequence[tuple[Option, Store | None]],
-        head: Sequence[PlanRow],
+        self, blocks: Sequence[tuple[str, nn.Module]], choices: Sequence[BlockChoice], head: Sequence[PlanRow]
     ) -> None:
         # Blocks whose option stays keep what their first call has taught.
         if head and self._head is None:

@@ -114,10 +114,9 @@ class UpdateWatch:
         return self._trained != before
 
     def close(self) -> None:
-        """Removes all hooks."""
-        self.stop()
+        """Ends watching, also in the middle of an update, and removes all hooks."""
+        self.abandon()
         put_back(self._hooks)
-        self.sizes = None
 
     def _count_states(self) -> int:
         return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
