@@ -57,6 +57,17 @@ from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 # So both runs must agree on which ops count (`is_counted`). A position is the stricter key. Only under it may ops be
 # skipped, as an op that runs in one of the two alone would shift the meaning of all positions behind it: each run
 # compares every op, and the first that differs ends the skipping (`leave_schedule`, ScheduleMismatch).
+#
+# An example, `fc2(gelu(fc1(x))) + x` under "matmul":
+#
+#     position  op     reads  is saved  in the recomputation
+#     0         t                       runs: a view, and its base is there
+#     1         addmm         for gelu  is cached
+#     2         gelu   1      for fc2   runs: backward needs its values, and it is not kept
+#     3         t                       runs
+#     4         addmm  2                is skipped: it is behind the last saved result (`num_saving` is 4), so its own
+#                                       result is dropped after the forward, although the policy names it
+#     5         add    4                is skipped
 
 _MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)

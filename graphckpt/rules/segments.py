@@ -128,7 +128,10 @@ class _Chain(NamedTuple):
 
     def run_halves(self, first: int, end: int, value: Any) -> Any:
         # Each half runs this for its children, as frames within its frame: forward does not keep their inputs, the
-        # recomputation of the half does. See Note [Blocks within blocks] in graphckpt/engine/frame.py.
+        # recomputation of the half does. See Note [Blocks within blocks] in graphckpt/engine/frame.py. With 8 children
+        # these are called, where a comma ends a recomputation:
+        #
+        #     forward 0 1 2 3 4 5 6 7    backward 6, 4 5, 4, 0 1 2 3, 2, 0 1, 0
         while end - first > 1:
             middle = (first + end) // 2
             value = self.recompute(first, middle, partial(self.run_halves, first, middle), value)

@@ -309,6 +309,8 @@ class AllocationTrace(LiveBytes):
 
     def _change(self, num_bytes: int, key: int) -> None:
         """Logs that the storage with the id ``key`` has ``num_bytes`` more than before, or less if negative."""
+        # FSDP2 resizes one storage of 1024 bytes to 0 and back: that is logged as [0, ~0, 1] with sizes [1024, 1024],
+        # two storages, as the allocator gets two requests, and may serve them from different blocks.
         log, number = self.allocations, self._numbers.pop(key, None)
         if number is not None:  # freed, or resized: then it is another storage from now on
             freed = self.rounded(log.sizes[number])

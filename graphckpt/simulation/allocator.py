@@ -24,6 +24,18 @@ from typing import Self, final
 #     _expanded, _lowest_room  try_allocate_expandable_block and find_expandable_block (pytorch#96995)
 #     _map, _unmap             map_block and unmap_block
 
+# Note [An example]
+# Tensors that a new process allocates one after another, in MiB:
+#
+#     tensor   allocated so far   reserved, and why                              reserved by expandable segments
+#     0.25      0.25               2  a segment for small tensors                 2
+#     1         1.25               2  in the rest of it                           2
+#     3         4.25              22  20 for any tensor below 10                 22
+#     9        13.25              22  in the rest of these 20                    22
+#     12       25.25              34  12: from 10 on, rounded up to 2 alone      42  a second page of 20
+#     25       51.25              60  26, of which the rest of 1 stays with its  62  one page more; 50.25 are
+#                                     block, and counts as allocated                 allocated here
+
 _MiB = 2**20
 MIN_BLOCK = 512  # kMinBlockSize: sizes are rounded up to multiples of it
 SMALL = 1 * _MiB  # kSmallSize: up to here from segments of SMALL_SEGMENT
@@ -397,6 +409,7 @@ class CachingAllocator:
         pool = block.pool
         page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
         # Pages are counted from the start of the segment: a block that begins within one leaves the rest of it mapped.
+        # Of a free block from 15 to 65 MiB the pages from 20 to 60 are unmapped; 15 to 20 and 60 to 65 stay, as two.
         start = self._start_of_pages(block)
         begin = start + round_up(block.address - start, page)
         end = start + (block.address + block.size - start) // page * page

@@ -13,8 +13,9 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.simulation.cuda_kernels import AttentionCall
 
+# Without "flash": for a name with it Transformers loads `flash_attn`, or a kernel of the hub, when it builds a model.
 ATTENTION_NAMES: Final = {"flash": "graphckpt_fused", "flex": "graphckpt_flex"}
-"""By the option: the name among the attention functions of Transformers, which looks for "flash" in it."""
+"""By the option: the name among the attention functions of Transformers."""
 _HALF = (torch.float16, torch.bfloat16)
 
 

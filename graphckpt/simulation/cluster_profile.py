@@ -118,7 +118,8 @@ class ClusterProfile:
             pair_rate = min(within.rate, between.rate)
             # A ring leaves a node once. As many rings as the group has ranks on a node use the adapters of all of them.
             rate = min(rate, min(per_node.values()) * between.rate)
-        # Each chunk passes all ranks one after another, most of them on the same node.
+        # Each chunk passes all ranks one after another, most of them on the same node: ranks 0, 1, 8 and 9 with 8 on a
+        # node are two hops within nodes and one between them.
         latency = (size - num_nodes) * within.latency + (num_nodes - 1) * between.latency
         share = (size - 1) / size
         if kind == "barrier":

@@ -69,6 +69,7 @@ class AttentionCall:
             and (is_half or query.dtype is torch.float32)
             and (query.dtype is not torch.bfloat16 or capability >= (8, 0))
             and query.shape[1] == key.shape[1]
+            # `minimum_gemm_alignment`: its kernels load 128 bits at a time.
             and width * query.element_size() % 16 == 0
         )
 

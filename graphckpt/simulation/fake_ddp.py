@@ -21,6 +21,16 @@ from graphckpt._compat_distributed import DDP_NAMES, bucket_assignment, queue_ba
 from graphckpt.errors import ConfigError
 from graphckpt.simulation.stand_ins import StandIns, refusal, user_line
 
+# Note [Buckets of the reducer]
+# Three layers of 1 MiB of weights each, numbered 0 to 2, and bucket_cap_mb=2. What a step does:
+#
+#     step 1   one bucket [0, 1, 2]: the constructor makes buckets before any order of gradients is known. Backward
+#              finishes 2, 1, 0, which is noted in `_order`; then 3 MiB are reduced at once, after all computation.
+#     step 2   its forward rebuilds the buckets in that order, within the limits: [2, 1], [0]. Backward finishes 2 and
+#              1, and reduces 2 MiB while it computes 0, then 1 MiB. So do all later steps.
+#
+# So the first step has another peak than later ones, and waits longer.
+
 _METHODS = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook", "join")
 _ARGUMENTS = ("mixed_precision", "delay_all_reduce_named_params", "batched_grad_copy")
 

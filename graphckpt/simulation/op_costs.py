@@ -19,6 +19,17 @@ _aten = torch.ops.aten
 FUSED_KERNELS = ("flash", "cudnn", "efficient")
 """The fused kernels of attention, by the names that profiles have for them."""
 
+# Note [Bytes of an op]
+# Each argument is read once, and each result is written once. With a and b of 4000 bytes, and a table of 400,000 of
+# which i picks rows of 4000:
+#
+#     a + b, a.add_(b)       12,000     two are read, one is written: `_written` finds which by the schema
+#     a.copy_(b)              8,000     `_FILLS`: a is not read
+#     table[i]                8,000     `_PICKS`: the rest of the table is not read
+#     table.index_put_(i, r) 12,000     `_PUTS`: reads r and these rows, and writes them
+#     a.expand(5, n) + 1.0   24,000     a is read once, the result has 20,000
+#     a.t(), a.view(-1)      None       no kernel, and so no launch either
+
 _CONVOLUTION = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
 # They allocate, read one number or set a storage, without a kernel.
 _WITHOUT_KERNEL = {
