@@ -28,7 +28,9 @@ from graphckpt.simulation.op_costs import OpCost
 from graphckpt.simulation.profile import DeviceProfile, packaged_gpus
 from graphckpt.units import format_bytes, format_rate, format_seconds
 
-_SORTED_TOKENS = 3072  # above which the backward of an embedding allocates what it does for any larger number
+# Above it the backward of an embedding sorts the tokens, in buffers that grow with them: see `_CUDA_TEMPORARIES` of
+# op_costs.py. Sizes on both sides of it are not on one line, so that runs are above it.
+_SORTED_TOKENS = 3072
 
 
 @final
@@ -139,6 +141,9 @@ def compare_cards(model: Any, options: EstimateOptions, batch: int | None, begin
     begin("reading the config of the model")
     source = read_model(model, options)
     cards = packaged_gpus()
+    # Of 19 packaged devices the first, an rtx3080, chooses flash attention, as 12 others do; the first of the rest is a
+    # t4 without a fused kernel, then an h100 with that of cuDNN. Which kernels a device chooses depends on the model,
+    # so it is seen only when the step runs.
     rows: dict[str, CardRow] = {}
     while missing := [card for card in cards if card.name not in rows]:
         alike = _Cards(source, missing, begin)
@@ -191,6 +196,8 @@ class _Cards:
         cards = [self._machine, *self._fake.alike]
         if batch is not None:
             return [_row(card, runs, dict.fromkeys(runs, batch), first) for card in cards]
+        # The largest size of all these devices runs, to see whether two smaller ones have told it right. If they have
+        # not, `check` gives up on lines, the sizes are searched once more by runs, and the second `check` is content.
         while True:
             sizes = [{name: each.largest(card) for name, each in runs.items()} for card in cards]
             tops = {name: max(size[name] for size in sizes) for name in runs}

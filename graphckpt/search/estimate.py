@@ -41,6 +41,17 @@ from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
 _PLAIN = "no checkpointing"
+# Note [The columns of an estimate]
+# Each column is a run of the step under its policies, so that its figures need no trust in a model of the step:
+#
+#     keep, full   always run, as what else the user could choose
+#     plan         1. keep, if it fits: nothing is faster
+#                  2. the fastest plan that fits, by the dialogue of planner.py, each proposal a run
+#                  3. full, if none does, as where only the allocator's remainders are too much, and full has fewer
+#                  4. the plan with the lowest peak, with a fault that says what is missing
+#
+# A budget below the weights alone needs no run to be refused (`check_parameters`): it is 4 at once.
+
 _UNEVEN = 1.1  # times an equal share of the weights, from which on a note says why
 
 
@@ -426,6 +437,9 @@ class _Runs:
             return replace(keep.plan, budget_bytes=limit)  # nothing is faster
         if planner.floor.peak <= limit:
             try:
+                # What the allocator reserves beyond the tensors is known of the two runs so far, such as 0.8 GiB with
+                # everything kept and 0.3 recomputed. It is a guess for the first proposal alone: later ones have that
+                # of the run before.
                 gaps = (run.plan.predicted_reserved_bytes - run.plan.predicted_peak_bytes for run in (keep, full))
                 return plan_in_limit(planner, self.step, budget, limit, PlanGroup(), gap=min(gaps))
             except PlanError:

@@ -197,6 +197,8 @@ class SizedSteps:
                 accumulating = self._plan_in_limit(planners, step)
             except PlanError:
                 return None
+        # Two micro-batches and an update in 5 s, of which the update takes 1, are (5 - 1) / 2 + 1 = 3 s for one of them
+        # with the update: `BatchFit.seconds` takes the update off again, and adds it once for all micro-batches.
         seconds = (accumulating.predicted_step_seconds - optimizer_seconds) / 2 + optimizer_seconds
         return replace(
             accumulating,
@@ -227,6 +229,8 @@ class SizedSteps:
 
     def _scaled(self, num_bytes: int, base: BatchFit, size: int) -> int:
         """Scales a peak to another size, with its static bytes unchanged."""
+        # 10 GiB at batch 4, of which 6 are static (weights and states), are 14 at batch 8. Gradients, which backward
+        # makes, count as if they grew as well: it errs upwards, for which `_SLACK` leaves room.
         return self.memory.static + (num_bytes - self.memory.static) * size // base.batch_size
 
     def _measure(self, size: int) -> BatchFit:

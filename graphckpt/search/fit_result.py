@@ -110,6 +110,8 @@ class BatchFit:
             return float("inf")
         if self.checked_seconds is not None:
             return self.checked_seconds
+        # A plan of 2 s for the step, of which the optimizer takes 0.5, and that ran in 2.2 s: 4 forwards for one update
+        # take 4 * (1.1 * 2 - 0.5) + 0.5 = 7.3 s.
         each = self.time_factor * self.plan.predicted_step_seconds - self.optimizer_seconds
         return self.accumulation * each + self.optimizer_seconds
 

@@ -142,6 +142,7 @@ class StateBytes(NamedTuple):
         >>> [states.least_of_rank(stage, 8, accumulation=2) for stage in range(4)]
         [32, 19, 12, 4]
         """
+        # Of the example, by stage: 8 + 8 + 16; 8 + (8 + 16) / 8 + 8; 8 + (8 + 16) / 8 + 8 / 8; (8 + 8 + 16) / 8.
         if zero_stage == 0:
             return sum(self)
         if zero_stage == 3:
@@ -157,6 +158,7 @@ def crosses_nodes(layout: Layout, ranks_per_node: int) -> bool:
     >>> crosses_nodes(Layout(1, 16), 8), crosses_nodes(Layout(8, 8), 8), crosses_nodes(Layout(2, 3), 4)
     (True, False, True)
     """
+    # Groups are of consecutive ranks: with 3 of each on nodes of 4, ranks 3, 4 and 5 are on two.
     size = layout.tensor_parallel_size
     firsts = range(0, layout.num_ranks, size)
     return any(first // ranks_per_node != (first + size - 1) // ranks_per_node for first in firsts)

@@ -178,6 +178,7 @@ class PretrainedModel:
         optimizers = optimizers_for(model, self.options.optimizer, in_backward=in_backward)
         inputs = self.inputs() if inputs is None else inputs
         trained = [one for one in model.parameters() if one.requires_grad]
+        # FSDP2 casts weights and inputs itself, by the policy that `_shard` gives it.
         autocast = None if self.options.world_size is not None else self.options.autocast
 
         dtype = str(self.dtype).removeprefix("torch.")
@@ -206,6 +207,7 @@ class PretrainedModel:
     def _build(self) -> nn.Module:
         import transformers  # noqa: PLC0415
 
+        # As trainers have it: a cache would keep the keys and values of all layers until the output is freed.
         text = self._text_config
         if hasattr(text, "use_cache"):
             text.use_cache = False

@@ -18,6 +18,15 @@ from graphckpt.simulation.allocations import NUM_STEPS, AllocationLog, Replay, r
 from graphckpt.simulation.op_costs import FUSED_KERNELS, OpCost
 from graphckpt.simulation.profile import DeviceProfile
 
+# Note [From two runs to all sizes]
+# A storage of 800 bytes at batch 2 and of 1600 at batch 4 is one of 400 n, one of 800 at both is of weights. The sizes
+# of all storages at batch 58 are (1 - 28) mine + 28 others, with 28 = (58 - 2) / (4 - 2). It is not known before that
+# this holds: an op may allocate more from some size on, as the backward of an embedding does above 3072 tokens. So the
+# largest size that is found this way runs, see `SizedRuns.check`, and if its log is another one, all sizes run from
+# then on.
+#
+# 19 devices with three sets of kernels take 18 runs of a model: two policies at three sizes each.
+
 _Numbers = NDArray[np.float64]
 _MANY = 2**40  # bytes or operations, beside which the launch of a kernel takes no time
 _MOST = 2**20  # samples
@@ -61,6 +70,8 @@ class SizedRun:
         total = 0.0
         for key, listed in numbers.items():
             # The seconds of an op are the larger of two that are linear: those of its bytes and of its operations.
+            # Their slopes are read from the profile once for each kind of op, not for each op: a step has thousands, of
+            # each device and size.
             launch = machine.seconds(OpCost(key.side, 0))
             of_byte = (machine.seconds(OpCost(key.side, _MANY)) - launch) / _MANY
             of_flop = (machine.seconds(key._replace(flops=float(_MANY))) - launch) / _MANY if key.rate else 0.0

@@ -11,6 +11,16 @@ from graphckpt.errors import ConfigError, PlanError, first_line, shown, without_
 from graphckpt.search.fit_result import BatchFit
 from graphckpt.search.search import Search
 
+# Note [How the largest size is found]
+# The bytes of a step are nearly affine in its batch, so that `largest` follows the line through the last two sizes. The
+# sizes that it measures, each with its bytes above a limit of 1000:
+#
+#     7 n + 100                          8: -844  16: -788  129: 3  128: -4
+#     the same, 200 more from 101 on     8: -844  16: -788  129: 203  106: 42  100: -200  105: 35  104: 28  101: 7
+#
+# In the second, the line through 106 and 100 leads to 105, that through 100 and 105 to 104, as it cannot see the jump.
+# Such a search could go on one by one: after `_MAX_ON_LINES` sizes it bisects.
+
 _MAX_ROWS = 8  # of sizes that were not listed
 _MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
 _MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
@@ -123,7 +133,9 @@ class SizeSearch:
         candidates: Iterable[int] = range(size, size - _MAX_STEP, -1)
         if sizes := sorted(one for one, row in self._rows.items() if row.is_measured):
             # A step that has run at 24 and 36 may need multiples of 12, or of a divisor of it. An error between them at
-            # a multiple of a candidate speaks against that candidate; a single one may have another cause.
+            # a multiple of a candidate speaks against that candidate; a single one may have another cause. For a size
+            # of 101 that makes 101, 100, 99, 100, 96 and 96 (of 1, 2, 3, 4, 6 and 12) in this order: the nearest size
+            # is tried first, so that a unit that is assumed too large costs no better size.
             common = gcd(*sizes)
             gaps = [error for error in self._search.errors if sizes[0] < error < sizes[-1]]
             units = [unit for unit in range(1, _MAX_STEP + 1) if common % unit == 0]
