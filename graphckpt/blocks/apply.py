@@ -38,6 +38,18 @@ else:
 Policies: TypeAlias = Mapping[Selector, Any] | Iterable[Selector] | Selector | Rule | bool | str | PathLike[str]
 """Policies, in all forms in which :func:`apply` takes them."""
 
+# Note [From policies to wrappers]
+# Of {"layers.*": True, "layers.1": {"offload": "disk"}, "layers.0.1": False} with exclude=["layers.2"]:
+#
+#     selectors, in this order     the config of each module                 its wrapper, by `resolve_policies`
+#     layers.*: 0, 1, 2            layers.0    True                          Full
+#     layers.1                     layers.0.1  False                         Keep, excluded from layers.0
+#     layers.0.1                   layers.1    True, with offload to disk    Full, with a store on disk
+#     excluded: layers.2           layers.2    all fields False              none: as without a policy
+#
+# A later selector adds to the fields of an earlier one, as here on layers.1. Up to here nothing has touched the model:
+# faults are collected, and raised together. Then `Handle` installs the wrappers.
+
 _FILES = (".yaml", ".yml", ".json")
 _KEEP_ALL = {"activation_checkpointing": False, "offload": False, "partition": False, "contiguous": False}
 _SHOWN = 40  # characters of policies in advice: with the call around them they take a line

@@ -35,6 +35,17 @@ from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo, enter, put_back, scope
 from graphckpt.units import format_bytes
 
+# Note [Three ways to record a step]
+#
+#     watch_next_forward   after `apply`: hooks around modules and the counts of blocks say what the first forward with
+#                          gradients saves. It ends with the next forward: until then its backward may come, and
+#                          recompute. No dispatch mode, so that the step is about as fast as later ones.
+#     measure              a dispatch mode sees each storage: also peaks, the plot, and what each block would keep.
+#                          Times would be those of the mode.
+#     time                 the same hooks without the mode: seconds of forwards, recomputations and copies.
+#
+# `explain` shows bytes of the last record of the first two, and times of the last one.
+
 _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
 _WITHIN = (
     "PyTorch's checkpoint within it recomputes its layers as well, so that this policy saves little more · fix: use "

@@ -14,6 +14,12 @@ from torch import nn
 
 from graphckpt.blocks.config import FIELDS, BlockConfig, check_attribute
 
+# Note [A block is a view of a module]
+# `graph.model.layers[0]` makes a block each time that no other one of that module is alive, and the user drops it after
+# the line. So a block holds nothing: the module has the weights, and the tree the config, by module. `setattr` and
+# methods such as `append` pass on to the module, and have the tree forget its paths where they change which modules
+# there are. Modules never see blocks: what goes in is unwrapped, what comes out is wrapped.
+
 
 @final
 class BlockTree:

@@ -19,6 +19,22 @@ from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import parse_offload
 from graphckpt.stores.placement import Placement, placement_of
 
+# Note [What a block takes over from those around it]
+#
+# {"": {"offload": "disk"}, "layers.*": True, "layers.*.norm": False, "layers.*.mlp": True,
+#  "layers.*.attn": {"compile": True}}
+#
+#     module         wrapper               it
+#     (the model)    Keep, on disk         moves what is saved outside of the layers, such as by an embedding
+#     layers.0       Full, on disk         is recomputed, and its inputs go to the disk of the model: one store for all
+#     layers.0.attn  Keep, only compiles   belongs to layers.0: compiled code that is recomputed with it
+#     layers.0.norm  Keep, on disk         is excluded: its outputs and what it saves are kept, and moved
+#     layers.0.mlp   Full, on disk         is noted as idle: in a recomputed block it acts as a part of it. It has a
+#                                          wrapper, as other code may call it outside of layers.0
+#
+# Each field of a store is inherited alone, and so is how a block is recomputed; a rule is not. What could have no
+# effect is found on the way down, since only there it is known what is around a module.
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -146,9 +162,9 @@ class _Resolver:
     ) -> _Inherited:
         # A module without a rule that recomputes needs a wrapper if it is excluded from the block around it, if it has
         # another store than that block, or if it is compiled.
-        is_hole = config is not None and config.rule is not None and outer.rule is not None
+        is_excluded = config is not None and config.rule is not None and outer.rule is not None
         options = config.compile_options if config is not None else None
-        if outer.rule is not None and not is_hole:
+        if outer.rule is not None and not is_excluded:
             if options is not None and has_forward(module):
                 self.plan.wrappers.append(
                     BlockForward(module, name, Keep(), compile_options=options, only_compiles=True)
@@ -165,9 +181,9 @@ class _Resolver:
                 self.plan.idle[name] = f"{what} has no forward, so compile has no effect; set it on its items"
             return replace(outer, rule=None)
         is_placed = placement is not None and placement != (outer.covering or Placement())
-        if is_hole or is_placed or options is not None:
-            store = placement if is_hole or is_placed else None
+        if is_excluded or is_placed or options is not None:
+            store = placement if is_excluded or is_placed else None
             self.plan.wrappers.append(
-                BlockForward(module, name, Keep(), store, compile_options=options, is_excluded=is_hole)
+                BlockForward(module, name, Keep(), store, compile_options=options, is_excluded=is_excluded)
             )
         return replace(outer, rule=None, covering=placement)

@@ -19,6 +19,19 @@ Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module
 """A name or name pattern as for :mod:`fnmatch` (``"transformer.h.*"``), a regular expression
 (``re.compile(r"h\\.[0-3]")`` or ``"re:h\\.[0-3]"``), a class or its name (``"GPT2Block"``), or a module."""
 
+# Note [Which lists are stacks of layers]
+#
+#     list                                                     layers
+#     three blocks of one class                                these
+#     convolution, norm, ReLU, convolution, norm, ReLU         none: no class is most of them, and none has children
+#     blocks of class A, B, A, B                               all four: each class is there twice, and has children
+#     blocks of three classes                                  none
+#     three stages of two blocks, of 8, 16 and 32 channels     the six blocks: the stages differ in size
+#     three groups of two blocks, all of one size              the three groups
+#     linear, a sequence of four blocks, linear                the four blocks, which have most of the parameters
+#     ModuleDict with the keys "0", "1"                        its items; with "a", "b" none
+#     items without a forward, of a norm and a large block     the large blocks
+
 _SMALLEST = 10  # of an item without a forward, modules with a smaller share of its parameters, as norms, are no layers
 
 
