@@ -342,6 +342,8 @@ class _OpenFile:
         self._ahead.clear()
 
     def _wait_for_room(self, num_bytes: int) -> None:
+        # With a bound of 256 MiB and tensors of 100, the third waits until the first is written, and so on: forward
+        # then runs at the rate of the disk, instead of holding in memory all that it should offload.
         while self._unwritten:
             # One thread writes in order, so that no later write is over before this one.
             oldest = self._unwritten[0]

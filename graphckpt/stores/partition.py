@@ -477,6 +477,8 @@ class ShardedStore(ByteStore):
         return equal
 
     def _slice_bytes(self, num_bytes: int) -> int:
+        # The same on all ranks, as an all-gather needs: 100 bytes of 4 ranks are slices of 32, of which the last has 4
+        # bytes and 28 zeros; `get` cuts the 128 that it gathers to 100.
         return -(-num_bytes // (self._ranks.size * _ALIGN)) * _ALIGN
 
     def _bytes_here(self, num_bytes: int) -> int:

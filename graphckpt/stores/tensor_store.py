@@ -38,6 +38,20 @@ _ALIGN = 256  # bytes; views keep their address modulo this, so that kernels whi
 _PLAIN = (torch.Tensor, nn.Parameter)
 _NOTHING = nullcontext()
 
+# Note [Reloaded a block ahead]
+# What a byte store is called with for blocks 0 to 3, each with one tensor. "free" comes with the next call, when the
+# last key of the bytes is gone.
+#
+#     forward                      put(0) close_group(0)   put(1) close_group(1)   put(2) close_group(2)   ...
+#     backward, 3 is requested     prefetch(3) prefetch(2) hint(1)   get(3) free(3)
+#               2                              prefetch(1) hint(0)   get(2) free(2)
+#               1                              prefetch(0)           get(1) free(1)
+#               0                                                    get(0)
+#     the next forward             free(0) begin_step  put(0) ...
+#
+# So bytes of two blocks are on the device, of the one that runs and of the next. Which one is next is what followed in
+# the step before, and in the first step the one before it in forward.
+
 # Note [Memory that others free]
 # FSDP gathers the parameters of a module for its forward, and frees their memory by `resize_(0)` behind it, for all
 # tensors that view it and without a version bump. A thread that writes such a view to disk reads freed memory, and a
