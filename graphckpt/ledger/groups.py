@@ -60,6 +60,7 @@ def rule_colour(option: str) -> str:
     """
     rule, _, store = option.partition(" + ")
     name = re.split(r"[(, ]", rule)[0]
+    # Not by `hash`, which differs from process to process: a rule of the user's has one colour in all pictures.
     colour = _RULES.get(name) or _OTHER_RULES[zlib.crc32(name.encode()) % len(_OTHER_RULES)]
     if level := _LEVEL.search(rule):
         colour = mixed(*_LEVELS, 1 - 0.75 ** (int(level[1]) - 1))
@@ -282,6 +283,8 @@ def levels_by_kind(record: StepRecord) -> dict[str, list[int]]:
     """Returns the live bytes of each kind after each event; they sum to the level."""
     num_events = len(record.timeline)
     changes = {kind: [0] * (num_events + 1) for kind in KINDS}
+    # The kind of a tensor changes where a block begins and ends to save it. One that lives from 2 to 9 and is saved
+    # from 4 to 7 is transient in 2 and 3, saved from 4 to 6, and transient again.
     for life in record.tensors:
         last = num_events if life.end is None else min(life.end, num_events)
         times = {life.begin, last, *(min(max(at, life.begin), last) for at in (life.saved_from, life.saved_until))}
@@ -289,6 +292,8 @@ def levels_by_kind(record: StepRecord) -> dict[str, list[int]]:
             change = changes[kind_of(life, begin)]
             change[begin] += life.num_bytes
             change[end] -= life.num_bytes
+    # What is transient is the rest of the level, so that all kinds sum to it exactly: also where a storage was counted
+    # that no life is known of.
     levels = {kind: list(accumulate(change))[:num_events] for kind, change in changes.items() if kind != TRANSIENT}
     listed = zip(*levels.values(), strict=True)
     levels[TRANSIENT] = [event.live_bytes - sum(at) for event, at in zip(record.timeline, listed, strict=True)]

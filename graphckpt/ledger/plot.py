@@ -143,6 +143,8 @@ def mark(axes: Any, at: float, level: float, text: str, lines: Iterable[Curve] =
     end, top = axes.get_xlim()[1] or 1, axes.get_ylim()[1]
     side = "left" if at < 0.3 * end else "right" if at > 0.7 * end else "center"
     before, behind = {"left": (0.0, _LABEL_WIDTH), "right": (_LABEL_WIDTH, 0.0)}.get(side, (_LABEL_WIDTH / 2,) * 2)
+    # The label is as wide as half of the axes: from the lines that cross that range, the lowest first, each that would
+    # run through the label moves it up on top of itself.
     spans = (_levels_between(line, at - before * end, at + behind * end) for line in lines)
     foot = level
     for lowest, highest in sorted(spans):

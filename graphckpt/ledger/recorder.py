@@ -44,6 +44,14 @@ REST = "(outside of blocks)"
 #
 # The first two count a storage once, from its first owner to its last: the objects that autograd or a block holds in
 # its place. Only original forwards count: what a recomputation saves is freed by the same backward.
+#
+# An example: two layers `tanh(x @ w)` of 256 KiB tensors, of which layers.0 is recomputed. Both save their result, and
+# layers.1 its input as well, which is the result of layers.0:
+#
+#                before    after
+#     layers.0   256 KiB     0 B   its input is the step's own, which is alive anyway
+#     layers.1   256 KiB 512 KiB   now the first to save the result of layers.0
+#     total      512 KiB 512 KiB   so that nothing is won, which only the total shows
 
 
 @final

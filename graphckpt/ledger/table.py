@@ -23,6 +23,8 @@ from graphckpt.units import format_bytes, format_seconds
 
 WIDTH = 80
 """Columns of plain text."""
+# Of rich's eight lines of a box (top, head, below the head, between, row, above the foot, foot, bottom) the third and
+# the sixth draw something.
 _DASHES = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 _LONG = 28  # characters of a rule; a list of ops that is longer is put below the table
 
@@ -196,6 +198,8 @@ def renderables_of(explanation: StepRecord) -> Iterator[RenderableType]:
     groups = tuple(group_rows([replace(row, note="") for row in rows]))
     used = [column for column in _columns(rows) if column is not _NOTE]
     together = _table(used, groups, explanation)
+    # Where all columns do not fit into a line of plain text, those of times become a table of their own: rich would
+    # break names in the middle, and numbers not at all.
     cells = ([column.header, column.footer, *column.cells] for column in together.columns)
     width = sum(max(len(str(cell)) for cell in column) + 2 for column in cells) - 2
     if width <= WIDTH or not any(column.is_time for column in used):
@@ -266,6 +270,8 @@ def _columns(rows: Sequence[Row]) -> list[_RowColumn]:
 
 
 def _total(explanation: StepRecord) -> Row:
+    # Rows of blocks within blocks are left out, whose runs and seconds are in those of the outer one: `h.3.mlp` if
+    # there is a row of `h.3`. Bytes are those of the step as a whole, which are no sums: see `Total`.
     names = {row.block for row in explanation.rows}
     rows = [r for r in explanation.rows if not r.block or names.isdisjoint(["", *paths_to(r.block)][:-1])]
     return Row(
