@@ -43,6 +43,19 @@ from graphckpt.tree import flatten_call, inner_tensors
 from graphckpt.undo import Ending
 from graphckpt.units import format_bytes, format_sizes
 
+# Note [Where the policies of a call come from]
+#
+#     config.memory_budget is None                   the flags that the user has set, or `plan(...).apply()`
+#     it is set, and
+#       a plan was applied since it was              that plan: `_planned_sizes` is [{}], which covers all inputs
+#       updates show all that a plan may use         `_live`, from the first updates; no step runs twice for it
+#       they do not (`_needs_runs`), or no plan      `_plan_by_runs`: runs of the step, put back. With several processes
+#       from updates fits                            once, else again for inputs that are larger in any way
+#     memory ran out, on_out_of_memory = "replan"    `replan`, on fake tensors: there may be no memory for another run
+#
+# Policies of a plan are flags of the blocks, like those of the user, so that `call` installs them as any others. A
+# change of what a plan depends on, `_present_settings`, ends what is there.
+
 _ANY_CUDA = "a100-80g"  # for a device without a profile: sizes are the same, times differ by similar factors
 _OF_CALLS = ("activation_checkpointing", "segments", "tiles", "compile")
 """The fields of a block that decide how its calls run."""
@@ -413,7 +426,8 @@ class _UpdateFlags(UpdatePolicies):
 def _sizes_of(call: StepCall) -> dict[str, int]:
     """Returns the sizes of a batch: the lengths and the bytes of each tensor, and the bytes of all."""
     # Lengths, as one of as many bytes may take more: half as many texts of twice the length do. The bytes of all, as
-    # another call may have more tensors.
+    # another call may have more tensors. Of int64 tokens (8, 512): 0.0: 8, 0.1: 512, 0: 32768, all: 32768. Inputs are
+    # planned for if no entry is larger.
     leaves, _ = flatten_call(call.args, call.kwargs)
     sizes: dict[str, int] = {"all": 0}
     for number, leaf in enumerate(leaves):

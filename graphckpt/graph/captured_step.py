@@ -31,6 +31,16 @@ from graphckpt.thread_state import take_ambient
 from graphckpt.tree import CallShape, build_value, flatten_call, flatten_value
 from graphckpt.units import format_bytes
 
+# Note [From the first call to a replay]
+# Of a training graph on CUDA, with batches of shape A and, later, one of shape B:
+#
+#     call    1  2  3         4                    5 - 9     10 - 12 (B)   13 (B)               14 (A)
+#     runs    eagerly         captured, replayed   replayed  eagerly       captured, replayed   replayed
+#             and recorded for `explain()`, which needs Python: these are the calls that warm up anyway
+#
+# Each kind of inputs and modes warms up on its own, as it may choose other kernels and make other buffers. The capture
+# itself runs nothing: call 4 is a step because its first replay is.
+
 # Calls before a capture, as in the documentation of `torch.cuda.make_graphed_callables`: DDP settles its buckets and
 # communicators in its first ten.
 WARM_UP, _WARM_UP_DDP = 3, 11
@@ -214,6 +224,7 @@ class _CallKind:
         """Returns whether to make a capture that is needed now, which depends on those before."""
         # With `max_captures = 1` and inputs of shapes A, B, A, B, ... each call would need another capture, which
         # takes the time of ten steps. The first capture of a kind is never wasted: nothing could be replayed before.
+        # So A is captured three times, and runs eagerly from the fourth time on that it would need a capture.
         if self._num_wasted_now() >= _MAX_WASTED:
             self.num_wasted = _MAX_WASTED
         return not self.is_eager

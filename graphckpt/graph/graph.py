@@ -386,6 +386,9 @@ class Graph:
                 module.load_state_dict(state_dict[name], strict=strict)
         self._update.load_state_dict(state_dict)
 
+    # Wrappers, captures and records are of this Graph alone: the copy has the modules, the flags of its blocks as plain
+    # fields, and the optimizers. `deepcopy` and `pickle` copy all of them together, so that the parameters of the
+    # copied optimizers are those of the copied modules.
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under another name."""
         self._step.count_steps()

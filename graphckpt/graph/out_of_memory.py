@@ -25,6 +25,18 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+# Note [A step that is repeated]
+#
+#     backup       copies what forward and backward change: buffers, attributes, RNG states. Not parameters and
+#                  states of optimizers, as many bytes as all of the model: only the update changes them
+#     step         runs out of memory; if the update had begun, or the step has written to a parameter or an input,
+#                  it is not repeated (`lasting_change`)
+#     restore
+#     _free        in this order: the traceback holds frames, and these the tensors of the step; captures hold pools;
+#                  then the collector can find what is left, and the allocator return it
+#     replan       for the memory that is free now; the step runs again
+#     once more    with the plan of the lowest peak, if that was not enough; then the first error is raised, with notes
+
 _PHRASES = (
     *("can't allocate memory", "not enough memory", "bad_alloc"),  # the CPU allocators raise RuntimeErrors
     # So does CUDA outside of PyTorch's allocator: when it loads a kernel, or a library allocates its workspace.

@@ -17,6 +17,17 @@ from graphckpt._compat import forget_half_a_step, forget_hook
 from graphckpt.errors import GraphError
 from graphckpt.undo import Undo, scope
 
+# Note [The order of an update]
+# With 4 micro-batches and a scale of 65536, a gradient g is 4 * 65536 g after the last backward. Then
+#
+#     average     65536 g   is within what a capture contains, as the backwards are
+#     unscale     g         or an infinity: then neither this optimizer nor the schedule steps, and the scale falls.
+#                           From here on the step cannot be repeated after an out-of-memory error (`has_begun`)
+#     clip        g'        by the norm of true gradients, as the user means it
+#     step                  the parameters change
+#     zero                  before the next forward, so that gradients and activations are never alive together
+#     schedule              after the step, as PyTorch asks
+
 TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
 """Returns the norm of the gradients of parameters, of which other processes may hold some."""
 
