@@ -186,6 +186,7 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Two tensors may share their memory and yet not that: the results of ``unsafe_chunk``, or ``x`` and ``x.data``.
     """
+    # A number that the other one does not have by chance, and that is set back before anything can see it.
     version = one._version
     probe = version + 1_000_003
     _unsafe_set_version_counter((one,), (probe,))

@@ -28,6 +28,19 @@ from graphckpt.units import format_bytes
 Restore: TypeAlias = "Iterable[Any] | None"
 """The argument ``restore`` of the functions that run a step and put back what it has changed."""
 
+# Note [What a step reaches]
+# A function within a function, whose variables are `calls`, an int, and `local`, a tensor. It counts `calls` up, runs
+# `model` on `x` and adds `local` to get the loss, then backward, `optimizer.step()` and `ema.update(model)`, and
+# appends the loss to the list `losses`:
+#
+#     variables    calls, local: of the enclosing function; losses, model, ema, x, optimizer: global ones that it names
+#     tensors      local, x, ema.weight, copied to the host
+#     objects      the list `losses`, the attributes of `ema` (a class of the program), those of modules
+#     optimizers   optimizer, whose states and param groups `follow_optimizer` copies
+#
+# The model is copied otherwise. `torch` and its functions, which it names too, are of an installed package: nothing of
+# theirs is followed.
+
 LEAST_LIMIT = 2**30  # bytes: what is found may take as many, and twice those of the model
 _MOST_OBJECTS = 16_384  # that are followed: a program that reaches more than this is looked at in part
 _MANY = 1024  # items: a container of more is data, of which only tensors and modules are followed

@@ -136,6 +136,8 @@ class TrainingState:
     def restore(self) -> bool:
         """Restores everything; returns whether that has removed states of optimizers."""
         has_removed = any(len(optimizer.state) > count for optimizer, count in self._num_states.items())
+        # From names to values: variables get the objects of then, these their items, and these tensors their elements.
+        # What was replaced is filled in its old object, which a capture or the user's program refers to.
         for function, args in self._variables:
             function(*args)
         for owner, content in self._contents:

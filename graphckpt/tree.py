@@ -16,6 +16,16 @@ import torch
 from graphckpt._compat import pytree, storage_of
 from graphckpt.errors import ConfigError
 
+# Note [Leaves of a call]
+#
+#     call                      leaves            shape
+#     f(x, 3, mask=m)           x, 3, m           without a spec: leaves are the arguments, which most calls have
+#     f(x, [m, {"n": 3}])       x, m, 3           a spec of two arguments, the second a list
+#     f(Batch(x, n=3), cls)     x, 3, cls         Batch, a dataclass with a tensor in it, is a `_Record` in the spec; a
+#                                                 class, a config or any other object is a leaf, passed as it is
+#
+# `names` returns "hidden.ids", "hidden.n", "states[0]" for f(hidden, states) called with Batch(ids, n) and a list.
+
 ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types that cannot change and hold no tensor."""
 
