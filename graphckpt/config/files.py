@@ -233,6 +233,8 @@ def values_without_effect(path: Path) -> list[str]:
     """
     if path.suffix != ".py":
         return []
+    # `batch_size = 8` alone does nothing, where its author expects a batch of 8; with a line that sets
+    # `train.train_micro_batch_size` to `batch_size`, it is read.
     tree = ast.parse(path.read_text(encoding="utf-8"))
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     names = [
@@ -304,6 +306,8 @@ class _PythonFiles:
             if not name:
                 fix = "name the file, as in 'from .common.train import train'"
                 raise ConfigError(f"'from . import' names a folder · fix: {fix}")
+            # In configs/own/gpt2.py, `from ..common.train import train` has level 2 and the name "common.train", which
+            # is configs/common/train.py: parents[0] is the file's own folder. No folder has to be a package.
             imported = path.parents[level - 1].joinpath(*name.split(".")).with_suffix(".py")
             if not imported.is_file():
                 raise ConfigError(f"no config file {imported} · fix: a relative import goes by this file's folder")
@@ -344,6 +348,7 @@ def _override_one(config: DictConfig, word: str) -> str:
         return f"override {word!r}: expected key=value{fix}"
     try:
         odd = next(_odd_numbers(compose(text), key), None)
+        # By OmegaConf's reader, as files are: for PyYAML's own, 3e-4 is text, as it has no dot.
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({first_line(error)})"

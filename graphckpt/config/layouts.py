@@ -110,6 +110,8 @@ def compare_layouts(
         report(f"{name}: {format_seconds(row.seconds)} within {format_bytes(row.peak_bytes)}")
         return row
 
+    # All are checked, which takes no time beside a simulation. Those that are left are sorted by a formula, in which
+    # near ones may be in another order: so a dozen is simulated, and not the first one alone.
     search = Search(run, lambda error: isinstance(error, (ConfigError, PlanError)), "layout {}".format)
     possible = search.possible(dict.fromkeys(wanted), checks.reason_against)
     seconds = {layout: checks.estimated_seconds(layout) for layout in possible}

@@ -14,6 +14,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
 
+# Note [A call, from its description to the object]
+#
+#     LazyCall(torch.optim.AdamW)(lr=3e-4)   {_target_: torch.optim.adamw.AdamW, lr: 0.0003}, a config: it can be saved
+#     the override optim.lr=1e-3             {_target_: torch.optim.adamw.AdamW, lr: 0.001}
+#     `read_calls`                           DeferredCall(AdamW, {"lr": 0.001}, "optim"): the target is imported, so
+#                                            that the schema can check the arguments before anything is made
+#     a call of it, with params=...          the optimizer. Calls among its arguments are made first, anew each time, so
+#                                            that two objects never share a part
+#
+# `instantiate` does the last two steps at once, without a check.
+
 P = ParamSpec("P")
 TARGET = "_target_"
 _MAX_INT, _MAX_FLOAT = 2**64, 1e300  # an int can exceed every float

@@ -170,6 +170,8 @@ def rank_layouts(
         rows.append(RankedLayout(layout, sizes.micro_batch, sizes.accumulation, states_bytes, seconds))
     sharded = next((row for row in rows if row.layout == Layout(world_size, zero_stage=3)), None)
     if sharded is not None and simulated_seconds is not None:
+        # Arithmetic does not know what kernels attain: one layout, which is simulated, shows by how much they fall
+        # short, for all. So the times of a table and its order are by arithmetic, their scale is not.
         factor = simulated_seconds / sharded.seconds
         rows = [row._replace(seconds=factor * row.seconds) for row in rows]
     return LayoutRanking(

@@ -166,7 +166,7 @@ class FakeConfigSteps:
             step_fn,
             self.optimizer,
             num_micro_batches=num_micro_batches,
-            num_traced=max(2, num_traced),
+            num_traced=num_traced,
             first=self._first,
         )
         return SizedStep(step, self.model, self.blocks)
@@ -183,7 +183,9 @@ class FakeConfigSteps:
             }
         num_traced = accumulation
         if not self.options.offload:  # copies pile up over several micro-batches
-            # The third micro-batch does what the second did. With ZeRO 1 and 2 the last one does something else.
+            # The third micro-batch does what the second did. With ZeRO 1 and 2 the last one does something else. Of 16,
+            # numbers 14 and 15 run: the first of them has no gradients to add to, the last one ends the update, and the
+            # seconds of each count 8 times.
             num_traced = min(accumulation, 3 if self.run.train.zero_optimization.active_stage in (1, 2) else 2)
         arguments = self._forward_backward, self.model, self.optimizer, batch
         return _step_fn(self.run, self.machine.kind, *arguments, accumulation, num_traced), num_traced
@@ -356,6 +358,7 @@ def _fit_real_steps(run: RunConfig) -> Fit:
     with attribute_errors("model, task, data, optim", "fitting the batch size"):
         return find_batch_size(
             make_step,
+            # In equal micro-batches, as gradients are a mean over them: 1, 2, 3, 4, 6, 12 for updates of 12 samples.
             batch_sizes=[size for size in range(1, train.global_batch_size + 1) if train.global_batch_size % size == 0],
             memory_budget="max" if section.memory_budget is None else section.memory_budget,
             **{name: getattr(options, name) for name in options.names()},

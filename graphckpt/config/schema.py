@@ -91,7 +91,9 @@ def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
         return None, [key + first_line(error)]
     faults: list[str] = []
     values = {str(key): read_calls(value, str(key), faults) for key, value in plain.items()}
+    # In a holder, as `read` removes what is rejected from it; its key is empty, since faults begin with a section.
     run, more = read(RunConfig, {"": values}, "")
+    # One fault for each key, the first: a seed of nan would be reported twice, as expected to be a number, and an int.
     for further in (more, call_faults(values)):
         reported = {fault.partition(": ")[0] for fault in faults}
         faults += [fault for fault in further if fault.partition(": ")[0] not in reported]
@@ -306,6 +308,7 @@ def _rejections(error: ValidationError, hint: Any, holder: dict[str, Any], key: 
     for path in list(by_path):  # a list that is wrong in one item is also rejected by the other members of a union
         for length in range(1, len(path)):
             by_path.pop(path[:length], None)
+    # What is missing comes last: if it is the first, nothing is left to remove that could make the rest valid.
     return sorted(by_path.values(), key=lambda one: one.kind == "missing")
 
 

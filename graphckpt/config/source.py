@@ -33,6 +33,17 @@ from graphckpt.deprecation import rename
 from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.train.settings import OLD_KEYS, TrainConfig
 
+# Note [From a file to a checked config]
+#
+#     load      the file, and the files that it imports                        train.seed: 7      # quickstart.py
+#     override  key=value, also of keys that do not exist: the schema says so  train.seed: 8      # command line
+#     rename    old keys, whether the file or an override has them
+#     shrink    with --fast-dev-run: needs the checked config, as sizes that   train.train_iter: 3    # --fast-dev-run
+#               are not set follow from others
+#     check     types, calls and what settings say of each other; all faults at once, after those of the steps before
+#
+# Each step only collects its faults, so that a user corrects a typo in an override and one in the file together.
+
 _OVERRIDES = "command line"
 _COLUMN = 48  # where comments begin
 _MISSING = object()
@@ -86,6 +97,7 @@ class ConfigSource:
 
     def _where(self, faults: Iterable[str]) -> str:
         """Returns where the values that have faults are set: the config file, the command line, or both."""
+        # Of "optim.betas[1]: expected ..." the key is optim.betas: origins are noted for lists as a whole.
         keys = [re.split(r": |\[", fault)[0] for fault in faults]
         of_overrides = [key.startswith("override ") or self.origins.all_of(key) == {_OVERRIDES} for key in keys]
         if all(of_overrides):
@@ -101,6 +113,7 @@ class ConfigSource:
             module = sys.modules.get(name)
             file = getattr(module, "__file__", None)
             places = [Path(file).parent] if file else map(Path, getattr(module, "__path__", []))
+            # A module `data` is data.py in the folder, or the folder data with an __init__.py, or without one.
             if any(place.resolve() in {folder, folder / name} for place in places):
                 self.config[IMPORT_FROM] = str(folder)
 
