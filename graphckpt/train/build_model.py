@@ -115,6 +115,8 @@ def stages_of(model: nn.Module, task: Task, settings: TrainConfig) -> Stages:
 
 def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = True) -> None:
     """Checks that a task on text fits its model and its text; ``runs`` allows it to try the model."""
+    # The check of the base class compares numbers of the configs alone. That of a subclass may run the model, as
+    # `CausalLM`'s does to compare logits, which fake tensors do not have.
     if opened.text and isinstance(task, TextTask):
         faults = list((type(task) if runs else TextTask).check(task, model, opened.text))
         if faults:

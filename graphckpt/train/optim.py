@@ -67,6 +67,7 @@ def warmup_cosine_lr(
         alpha: share of the top at the end.
     """
 
+    # With 100 iterations of warm-up of 1000: 0.001 at first, 0.5005 at 50, 1 at 100, 0.505 at 550, 0.01 at 1000.
     def factor(iteration: int) -> float:
         if iteration < warmup_iter:
             return warmup_factor + (1 - warmup_factor) * iteration / warmup_iter

@@ -45,7 +45,9 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
             settings = {name: dict(fields) for name in selected_names(model, config)}
         except ConfigError as error:
             faults.append(str(error))
-    # In the order of the config, so that of two patterns that match a block the later one wins, field by field.
+    # In the order of the config, so that of two patterns that match a block the later one wins, field by field. With
+    # rule True, offload "cpu" and the policies {"h.[01]": False, "h.1": "selective"}, all three of h.0, h.1 and h.2 are
+    # offloaded, and their rules are False, "selective" and True.
     for pattern, value in policies.items():
         try:
             for name in _select(model, pattern):

@@ -21,6 +21,19 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.rules.base import parse_rule
 from graphckpt.train.optim import warmup_cosine_lr
 
+# Note [Sizes of an update]
+# Of three keys two say the third, and one leaves one forward for each update. With data_parallel_size=2:
+#
+#     train_micro_batch_size  num_accumulation_steps  global_batch_size   micro batch x accumulation x processes
+#              8                                             64           8 x 4 x 2
+#              8                        4                                 8 x 4 x 2
+#             null                      4                    64           8 x 4 x 2
+#              8                                                          8 x 1 x 2
+#              8                                            100           refused: no multiple of 16
+#              8                        4                   100           refused: 64, which is the product
+#
+# The micro batch is 32 unless it is set, so it is written as null where the others are to decide it.
+
 
 class BatchSizes(NamedTuple):
     """Samples of an update: ``global_batch = micro_batch * accumulation * data_parallel``."""

@@ -175,6 +175,8 @@ def split_documents(documents: Sequence[Document], *, eval_fraction: float, max_
         subset = [document for document, start in zip(subset, starts, strict=False) if start < max_bytes]
     if len(subset) == 1 and isinstance(subset[0].source, Path):
         return _split_file(subset[0], subset[0].source, eval_fraction)
+    # With eval_fraction 0.05 a document is held out if its digest is below 0ccccccc..., whatever else is there. So a
+    # corpus that grows moves none from one split to the other.
     subset.sort(key=lambda document: document.digest)
     count = sum(int(document.digest[:8], 16) < eval_fraction * 16**8 for document in subset)
     count = min(max(count, 1), len(subset) - 1)  # both splits are non-empty, also of a small corpus

@@ -106,6 +106,9 @@ def write_tokens(
 class Tokens:
     """The tokens of documents, end to end, read as sequences of equal length that do not overlap. They stay on disk."""
 
+    # Documents [65, 66, 67] and [68], each ended by 0, are 65 66 67 0 68 0, with ends at 4 and 6. In sequences of 2:
+    # [65, 66], [67, 0], [68, 0]. A sequence may hold the end of one document and the begin of the next, and tokens
+    # after the last full one are left out.
     def __init__(self, path: Path, seq_length: int) -> None:
         with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
             table = reader.read_all()

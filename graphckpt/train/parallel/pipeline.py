@@ -59,6 +59,7 @@ def split_layers(
         if len(layers) < num_stages:
             what = f"{_WHERE}: {num_stages}, and the model has {len(layers)} layers"
             raise ConfigError(f"{what} · fix: use {len(layers)} or less")
+        # 7 layers in 3 stages: 3, 2 and 2.
         staged = {name: {"stage_id": n * num_stages // len(layers)} for n, name in enumerate(layers)}
     numbers = stages_of(layers, staged, num_stages=num_stages)
     stages = [[name for name, number in zip(layers, numbers, strict=True) if number == n] for n in range(num_stages)]

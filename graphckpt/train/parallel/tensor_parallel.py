@@ -27,6 +27,20 @@ from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng
 
 # Legend: B samples, T tokens, I inputs of a layer, O its outputs, N processes
 
+# Note [GPT-2 over two processes]
+# Of width 768, with 12 heads and 8192 words:
+#
+#     layer        style      weight         of a process   its output on a process
+#     wte          vocab      [8192, 768]    [4096, 768]    [B, T, 768], summed
+#     attn.c_attn  qkv        [768, 2304]    [768, 1152]    [B, T, 1152]: queries, keys and values of 6 heads
+#     attn.c_proj  rowwise    [768, 768]     [384, 768]     [B, T, 768], summed
+#     mlp.c_fc     colwise    [768, 3072]    [768, 1536]    [B, T, 1536]
+#     mlp.c_proj   rowwise    [3072, 768]    [1536, 768]    [B, T, 768], summed
+#     lm_head      colwise    [8192, 768]    [4096, 768]    [B, T, 8192], gathered
+#
+# All else has its full weights on both, and runs on equal activations. Both wte and lm_head are sharded along dim 0, so
+# they can stay one parameter.
+
 
 @final
 class ColwiseParallel(ParallelStyle):
@@ -250,9 +264,11 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         style = _STYLES.get(styles[pattern])
         if style is not None and _supports(style, module):
             plan[name] = style
+        # Between these two alone activations are shards; an embedding that is replicated instead has the same output.
         elif styles[pattern] not in _STYLES or isinstance(style, ColwiseParallel | RowwiseParallel):
             what = f"{pattern}: {styles[pattern]!r} of a {type(module).__name__} is not supported"
             faults[f"{what} · fix: {_ONE_PROCESS}"] = None
+    # Transformers' plan is that of the class: a subclass that has another head than `lm_head` inherits its entry.
     for pattern in unused:
         if isinstance(_STYLES.get(styles[pattern]), ColwiseParallel | RowwiseParallel) and pattern != "lm_head":
             faults[f"{pattern}: matches no layer · fix: {_ONE_PROCESS}"] = None

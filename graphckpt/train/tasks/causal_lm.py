@@ -114,6 +114,7 @@ class LossHead(nn.Module):
         super().__init__()
         self._output = (output,)  # in a tuple it is not registered as a child, so `state_dict` names it once
 
+    # In float32 the logits of 8 texts of 1,024 tokens of GPT-2's 50,257 words are 1.5 GiB, and so are their gradients.
     def forward(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:  # noqa: N803
         """Returns the sum over the tokens that have a label."""
         logits_NV = self._output[0](hidden_ND)  # noqa: N806
@@ -139,6 +140,7 @@ def loss_of(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Returns the mean loss over the tokens that have a label, and one before them, by way of the loss head."""
     hidden_BTD, labels_BT = _hidden(model, batch["input_ids"]), batch["labels"]  # noqa: N806
     # Labels are shifted and padded instead of cutting the last hidden state off: that would copy all hidden states.
+    # [5, 7, 9] are [7, 9, -100]: the state of 5 predicts 7, that of 7 predicts 9, and nothing is known to follow 9.
     labels_N = F.pad(labels_BT[:, 1:], (0, 1), value=_UNLABELED).flatten()  # noqa: N806
     total: Tensor = model.loss_head(hidden_BTD.flatten(0, 1), labels_N)
     return total / (labels_N != _UNLABELED).sum()

@@ -23,6 +23,16 @@ _NEXT, _RANDOM = 0, 1  # as BertForPreTraining has them
 
 _Ids = NDArray[np.int64]
 
+# Note [A sample of two texts]
+# Of the document 10 11 12 13 14, where 11 ends a line, with a second text from another document, in 10 tokens, of which
+# 40 % of those of texts are predicted:
+#
+#     input_ids             [CLS]   10  [MASK]  [SEP]  [MASK]  107   108  [SEP]  [PAD]  [PAD]
+#     labels                 -100  -100    11   -100     106  -100  -100   -100   -100   -100
+#     token_type_ids            0     0     0      0       1     1     1      1      0      0
+#     attention_mask            1     1     1      1       1     1     1      1      0      0
+#     next_sentence_label       1
+
 
 @final
 @dataclass(frozen=True, slots=True)
