@@ -193,6 +193,19 @@ class _Results(NamedTuple):
 _UNKNOWN = _Results(is_complete=False)
 
 
+# Note [Ops on equal shapes]
+# What `FakeTensors` stores for x of [8, 64] and w of [64, 64], in float32 on `cpu:1`:
+#
+#     op                         entries of the results
+#     mm(x, w)                   a new tensor [8, 64]. The key: the op, the default dtype, on which factories depend,
+#                                and of each argument type, shape, strides, offset, dtype, `requires_grad` and device
+#     x.add_(1)                  0: the argument of this number
+#     topk(x, 2)                 new tensors [8, 2] and [8, 2] of int64, in a tuple
+#     x.split(4)                 incomplete: the results have the storage of x, so that PyTorch makes them each time
+#
+# From the second time on, a new tensor is an empty one on the meta device, and no kernel for shapes runs.
+
+
 class FakeTensors(FakeTensorMode):
     """``FakeTensorMode`` in a third of the time, as a step of equal layers runs the same ops on the same shapes.
 

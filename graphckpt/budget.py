@@ -77,6 +77,7 @@ def _suggestion(number: float, *, has_shares: bool = True) -> str:
     """Returns the possible meanings of a number that is neither a size in bytes nor a share."""
     if not 1 <= number < inf:
         return ""
+    # A float such as 12e9 is a number of bytes. 60 may be 60 GiB, or 60 %, which is 0.6; 8 is taken for 8 GiB alone.
     if number >= _LEAST_BYTES:
         return f" · did you mean the int {int(number)}, in bytes?"
     return f" · did you mean '{number:g}GiB'{f' or {number / 100:g}' if has_shares and 10 <= number <= 100 else ''}?"

@@ -99,6 +99,13 @@ def set_rng_state(state: RNGState) -> None:
 # state at the end of a call is compared with that at the end of its recomputation, if there is another thread at all.
 # Where another thread runs a block meanwhile, equal states say nothing: its forward may draw as many numbers in both,
 # and its recomputation sets the generator back and forth. Only if the block itself draws, that is an error.
+#
+# In thread A, on the same devices as thread B, `num_calls_elsewhere` is
+#
+#     3      at the begin of a call: B has run 3 calls
+#     3      at its end: undisturbed, if B has run none meanwhile
+#     4      B has begun and ended one: disturbed
+#     nan    B is in one: disturbed, as nan equals nothing, not even the nan of the begin
 
 _calls: dict[int, tuple[int, weakref.ref[Any], tuple[torch.device, ...]]] = {}
 """By thread: how many executions have begun in it, the last of them, and the devices that it runs on."""

@@ -215,6 +215,7 @@ class StepLevels:
         self.bands: dict[str, list[float]] = {}
         """The sum of each kind and those below it, at each point, the highest first: drawn in this order, each covers
         what is not its own, without a gap between two of them."""
+        # Weights of 4, saved 2 and transient 1 at a point are bands of 4, 6 and 7.
         sums = [0] * len(points)
         for kind, bytes_at in kinds.items():
             sums = [total + bytes_at[at] for total, at in zip(sums, self.events, strict=True)]

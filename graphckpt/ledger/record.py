@@ -164,6 +164,7 @@ class StepRecord:
             return f"{self.timeline[at].phase}, outside any block" if after is None else "before the first block"
         before = earlier[0]
         if before.phase == "forward" and (after is None or after.phase != "forward"):
+            # The norm before the head may be a block too: after h.0, ..., h.11 and ln_f it is h.11 that a plan knows.
             layers = (event for event in earlier if any(map(str.isdecimal, event.block.split("."))))
             return f"the head and the loss, after {next(layers, before).block}"
         return f"after the {'forward' if before.phase == 'forward' else 'backward'} of {before.block}"

@@ -53,6 +53,23 @@ REST = "(outside of blocks)"
 #     layers.1   256 KiB 512 KiB   now the first to save the result of layers.0
 #     total      512 KiB 512 KiB   so that nothing is won, which only the total shows
 
+#
+# Note [Events of one step]
+# Of h.0, which is recomputed, h.1, which keeps all, and a head without a policy, in a step of AdamW:
+#
+#     event                             phase and block from then on
+#     original_forward_began, _ended    forward of h.0, then of no block
+#     the same                          forward of h.1, then of no block
+#     enter_plain, leave_plain          forward of head, then of no block
+#     backward_reads(""), ("head")      backward of no block, which is the loss, then of head, as what it saved is read
+#     backward_reads("h.1")             backward of h.1
+#     backward_reads("h.0")             backward of h.0, which needs what it has not kept
+#     recomputation_began, _ended       recompute of h.0, then backward of h.0 again
+#     optimizer_steps                   optimizer
+#
+# So a backward begins where the first tensor of a block is read, and nothing says where it ends: gradients that come
+# between two blocks are in the backward of the one whose tensors were read last.
+
 
 @final
 class Recorder:
