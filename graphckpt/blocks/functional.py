@@ -288,6 +288,18 @@ def _place_of(function: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else type(function).__qualname__
 
 
+# Note [Modules of a call]
+# With a module `layer`, what `checkpoint` is called with, and how many functions and objects are opened on the way:
+#
+#     lambda x: layer(x)                      found: 1, the lambda
+#     lambda x: layers[0](x)                  found with all others in the list: 1, as containers count as nothing
+#     self.run, which calls self.layer        found with all attributes of `self`: 2, the method and the object
+#     run, which calls help, which calls it   found: 2. Through one more function too, but not through two
+#     run, x, cfg, with cfg.layer             found: an argument begins at 1, its attributes are at 2
+#     run, x, cfg, with cfg.inner.layer       found; one object deeper it is not
+#
+# What is not found is recomputed all the same, but what its buffers count, such as BatchNorm, counts twice.
+
 _DEPTH = 3
 _MAX_ITEMS = 1024  # what is longer holds data, not layers
 _MAX_VALUES = 2048  # what reaches more than this is a whole program

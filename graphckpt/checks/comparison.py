@@ -37,6 +37,17 @@ _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+# Note [The states of a comparison]
+#
+#     snapshot                      S        of all that a step changes
+#     run                           S to A   under the policies
+#     put_back                      S
+#     run within plain              S to B   A is compared with B, and the next step begins with B
+#
+# If they differ, two more runs from S say why: C, a plain one, and one with all recomputations compared. Where C is not
+# B, the step itself varies, and the policies are not the cause.
+
+
 class Stateful(Protocol):
     """An object that is saved and restored by its ``state_dict``."""
 

@@ -87,6 +87,8 @@ def options_of(module: str, name: str) -> Iterator[tuple[str, str, str]]:
 
     From the text of the class: to import it takes seconds, which ``--help`` can do without.
     """
+    # `batch: int = 1`, with the text "Samples of one step, of each rank." below it, is a flag --batch of type "int",
+    # whose help is "samples of one step, of each rank": only the first sentence, up to an ", as".
     text = (Path(__file__).parents[1] / module).read_text(encoding="utf-8")
     (options,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == name)
     assert isinstance(options, ast.ClassDef)

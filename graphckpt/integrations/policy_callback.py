@@ -173,6 +173,8 @@ class PolicyCallback:
         selected: dict[Selector, Any] = {}
         if any(value is not None for value in self._fields.values()):
             selected = dict.fromkeys(self._selectors(model), self._fields)
+        # With rule="full", offload="cpu" and policies={"*.h.0": False}, h.0 has both: it keeps all, and is offloaded.
+        # Without `offload`, "*.h.0" replaces all that h.0 has from the rule, so that h.0 is not selected for it.
         rules: dict[Selector, Any] = {}
         for selector, value in self._policies.items():
             fields = fields_of(value)

@@ -139,6 +139,7 @@ def _check_parameters(
 
 def _part(name: str) -> str:
     """Returns the part of a layer of the model that has a module or a parameter, such as ``"self_attn"``."""
+    # Of "model.layers.3.mlp.experts.gate_up_proj" it is "mlp", of "lm_head" the whole name.
     match = re.search(r"\.\d+\.([^.]+)", name)
     return name if match is None else match[1]
 

@@ -104,6 +104,8 @@ def policies_text(
     for name in layers:
         sizes[name.rpartition(".")[0]] = sizes.get(name.rpartition(".")[0], 0) + 1
     numbered = [(re.fullmatch(r"(.*\.)(\d+)", name), name, dict(fields)) for name, fields in blocks.items()]
+    # Of h.0 to h.3 with one policy, and h.4 with another: the runs ("h.", 0, four members) and ("h.", 4, one member). A
+    # pattern "h.*" would mean h.5 as well, if there is one: so it stands for a whole list alone.
     runs: list[tuple[str, int, list[tuple[str, int]], dict[str, Any]]] = []
     for match, name, fields in numbered:
         prefix, number = (match[1], int(match[2])) if match is not None else (name, -1)
