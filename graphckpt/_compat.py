@@ -319,6 +319,7 @@ _SET_FLAG_OF_COMPILER = "set_is_in_mode_without_ignore_compile_internals"
 
 
 def _set_stack(present: list[Any], wanted: list[Any], stack: Any) -> None:
+    # From [A, B, C] to [A, D]: C and B are popped and D is pushed. What both begin with stays in its place.
     common = 0
     while common < min(len(present), len(wanted)) and present[common] is wanted[common]:
         common += 1

@@ -81,6 +81,7 @@ class CommandProgress(Progress):
         super().__exit__(*error)
         if self._handles_interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A swallowed one ends the command here at the latest, before its result is printed; an error ends it anyway.
         if error[:1] == (None,):
             self._check_interrupts()
 

@@ -302,9 +302,9 @@ class Graph:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
         The step runs a few times; parameters, optimizers, schedules, RNG state and what ``build`` reaches are restored
-        at the end. Applying
-        the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
-        plans by itself, from its first updates and without running any of them twice; an applied plan ends that.
+        at the end. Applying the plan replaces the flags of the layers and of the modules inside them. With
+        ``config.memory_budget`` a Graph plans by itself, from its first updates and without running any of them twice;
+        an applied plan ends that.
 
         Args:
             args: inputs of a call.

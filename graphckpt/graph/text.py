@@ -80,6 +80,8 @@ def _children_lines(children: Iterable[tuple[str, nn.Module]], tree: BlockTree) 
         return (f"{kind}({settings})" if settings and "\n" not in settings else kind) + policy
 
     entries = [(key, [head(child), *_children_lines(child.named_children(), tree)]) for key, child in children]
+    # Three equal layers are "0-2: 3 x Linear(...) · activation_checkpointing=True", as their keys are numbers; children
+    # with names have a line each.
     result = []
     for (_, (first, *nested)), alike in groupby(
         entries, lambda entry: ("" if entry[0].isdigit() else entry[0], entry[1])

@@ -210,6 +210,7 @@ def fit_training_arguments(
 
         return prepared, step
 
+    # A batch of 8 with 4 steps of accumulation may become 1 x 32, 2 x 16, 4 x 8, 16 x 2 or 32 x 1: the same update.
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     try:

@@ -122,6 +122,7 @@ class SizedSteps:
             largest = fit.largest.batch_size  # raises if there is none
             if samples is not None and self.can_accumulate:
                 fit = self._with_checked_accumulation(listed, samples)
+        # A row of a size that does not fit is a row too: with it, the largest is known to be the largest.
         return replace(fit, is_searched=largest + 1 in self.rows)
 
     def _fit_of(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
@@ -317,6 +318,8 @@ class SizedSteps:
             where=lambda number: f"find_batch_size: raised under plan {number} of batch size {base.batch_size}",
         )
 
+        # Plans of 6, 8 and 11 GiB at this size, as scaled, with a limit of 9: that of 8 runs first, as less memory
+        # takes more time, and that of 6 if it takes too much. The lowest runs in any case: scaled peaks err upwards.
         def fastest(most_bytes: int) -> Plan | None:
             peaks = [self._scaled(plan.predicted_peak_bytes, base, size) for plan in plans]
             candidates = [n for n, peak in enumerate(peaks) if peak <= most_bytes or n == 0]

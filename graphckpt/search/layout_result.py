@@ -110,6 +110,7 @@ class LayoutRow:
     @property
     def policies(self) -> str:
         """The number of layers with each policy: ``"28 keep, 4 full"``."""
+        # One plan stands for all equal stages: with 8 layers kept, and three such stages, it is "24 keep".
         counts: Counter[str] = Counter()
         for stage in self.stages:
             counts += Counter({name: n * len(stage.stages) for name, n in policy_counts(stage.plan).items()})

@@ -117,6 +117,7 @@ class FakeCluster:
         return self.rank % self.profile.ranks_per_node
 
     def _variables(self) -> dict[str, str]:
+        # Rank 11 of 12, on nodes of 8, has local rank 3 of 4.
         first = self.rank - self.local_rank  # of its node, of which the last one may have fewer ranks
         local_size = min(self.world_size - first, self.profile.ranks_per_node)
         return {

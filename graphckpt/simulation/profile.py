@@ -128,6 +128,7 @@ class DeviceProfile:
         # A kernel computes while it reads and writes, so that the slower of the two is its time: the roofline model.
         seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
         if flops:
+            # A type that a profile does not list, such as complex64, counts as float32, which each has to list.
             peak = self.flops.get(rate) or self.flops["float32"]
             share = next((self.efficiency[kind] for kind in kinds if kind in self.efficiency), 1.0)
             seconds = max(seconds, flops / (peak * share))

@@ -34,6 +34,7 @@ READABLE = range(max(1, FORMAT - 2), FORMAT + 1)
 """Formats that are read: this one, and the two before it."""
 
 _NOTHING = object()
+# "Input should be greater than or equal to 1" becomes "done: expected at least 1, got 0".
 _PHRASES = {  # of pydantic
     "Input should be ": "",
     "Value error, ": "",
