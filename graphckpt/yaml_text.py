@@ -34,9 +34,9 @@ def compose(text: str) -> yaml.Node | None:
 
 def _count(node: yaml.Node, counts: dict[int, int]) -> int:
     """Returns the number of values below a node, those of an alias each time that it is used."""
-    # `a: &a [x, x]`, `b: &b [*a, *a]`, `c: [*b, *b]` are 3 lists and 8 values: nodes are counted once and added up,
-    # which takes as long as the file is, not as long as what it stands for. A count of 0 is of a node that is being
-    # counted.
+    # Of `a: &a [x, x]`, `b: &b [*a, *a]`, `c: [*b, *b]` they are 3, 7 and 15, each list with itself. Each node is
+    # counted once, which takes as long as the file is, and not as long as what it stands for. A count of 0 is of a node
+    # that is being counted.
     key = id(node)
     if counts.get(key) == 0:
         line = node.start_mark.line + 1
