@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.engine.call_state import Modes, ModuleState
+from graphckpt.engine.call_state import CallState, Modes, ModuleState
 from graphckpt.engine.sampling import CallSampler
 from graphckpt.errors import warn_once
 from graphckpt.stores.base import DeviceStore, TensorGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from graphckpt.ledger.recorder import Recorder
     from graphckpt.stores.base import Store
@@ -137,6 +137,16 @@ class BlockContext:
         part.determinism_check, part.early_stop = self.determinism_check, self.early_stop
         part.notes = self.notes
         return part
+
+    def take(
+        self, others: Sequence[Any] = (), *, has_moved: Callable[[torch.Tensor], bool] | None = None
+    ) -> tuple[ModuleState, CallState]:
+        """Copies the state of the modules, whichever these are by now: see :meth:`ModuleState.take`."""
+        call_state = None if self.state.is_lazy else self.state.take(others, has_moved=has_moved)
+        if call_state is None:
+            call_state = self.renew_state().take(others, has_moved=has_moved)
+            assert call_state is not None, "the modules were listed right before"
+        return self.state, call_state
 
     def renew_state(self) -> ModuleState:
         self.state = ModuleState(self.modules())

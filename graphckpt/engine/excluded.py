@@ -49,7 +49,6 @@ from graphckpt.tree import build_value, flatten_call, flatten_value
 
 def _state_after(block: BlockContext, frames: Iterable[Frame]) -> tuple[ModuleState, CallState]:
     """Returns the state of the modules of an excluded child after its call, within the calls ``frames``."""
-    state = block.renew_state() if block.state.is_stale() else block.state
     # Of these a block around has a clone from before the child, which its recomputation puts in place.
     copies = {
         id(each.tensors[index]): (each, index) for each in (f.call_state for f in frames) for index in each.copies
@@ -60,7 +59,7 @@ def _state_after(block: BlockContext, frames: Iterable[Frame]) -> tuple[ModuleSt
         before, index = copies.get(id(tensor), (None, 0))
         return before is not None and (not before.is_first or has_changed(before, index))
 
-    return state, state.take(has_moved=has_moved)
+    return block.take(has_moved=has_moved)
 
 
 @final

@@ -265,8 +265,7 @@ class Frame(Execution, Call):
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], before: Surroundings) -> Any:
         block = self.block
-        state = self._state = block.renew_state() if block.state.is_stale() else block.state
-        if state.is_lazy:  # which the call initializes
+        if block.state.is_lazy and block.renew_state().is_lazy:  # which the call initializes
             return self._function(*args, **kwargs)
         outer, hooks, modes, _ = before  # the frame's own hooks are pushed later
         is_nested = self.is_recomputation
@@ -275,11 +274,11 @@ class Frame(Execution, Call):
         if self.outer_hooks is None and not block.keeps_on_device:
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
-        self.devices = () if current_accelerator() is None else state.devices(arguments.leaves)
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             # Before `running` is this frame: a context with the frame in it would make the frame hold itself.
             self._context, in_context = context_of_call()
-            call_state = self.call_state = state.take(in_context)
+            state, call_state = self._state, self.call_state = block.take(in_context)
+            self.devices = () if current_accelerator() is None else state.devices(arguments.leaves)
             learning = self._learning = block.learns and call_state.is_first
             # `verify` and measured steps say for all blocks what is compared (`forced_check`). Nearly no call is due,
             # and counts itself here: `begin_check` would cost each a call.
