@@ -218,6 +218,11 @@ class BlockForward(ForwardWrapper):
             )
         return self._context
 
+    def _successor(self) -> BlockForward | None:
+        """Returns the policy that a hook before this forward has set in place of this one: it acts on this call."""
+        module = self._module()
+        return None if module is None else policy_of(module)
+
     @property
     def is_on(self) -> bool:
         """Whether the module has the policy: another library's wrapper may keep this one in place after its end."""
@@ -234,6 +239,8 @@ class BlockForward(ForwardWrapper):
         # A recomputation follows the policies of its original forward, whatever has been switched since: else the ops
         # of an excluded child could count as ops of the block around it, and fill the holders of the ops behind it.
         is_on = self._was_on(run.frame.number) if run is not None and run.is_recomputation else self._is_on
+        if not (self._is_on or self._is_beneath) and (present := self._successor()) is not None:
+            return present._run(args, kwargs)
         if self.compile_options is not None and is_on:
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
         if self.only_compiles or not is_on or _disabled_in_context.get():

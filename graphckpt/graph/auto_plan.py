@@ -34,12 +34,12 @@ from graphckpt.planning.planner import Planners, policy_with_settings
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.update_policies import BlockChoice, UpdatePolicies
-from graphckpt.planning.update_watch import covers
+from graphckpt.planning.update_watch import covers, sizes_of
 from graphckpt.progress import Progress
 from graphckpt.reached import Restore, check_restore
 from graphckpt.simulation.fake_device import FakeDevice
 from graphckpt.simulation.profile import Device, DeviceProfile, load_profile, profile_names
-from graphckpt.tree import flatten_call, inner_tensors
+from graphckpt.tree import flatten_call
 from graphckpt.undo import Ending
 from graphckpt.units import format_bytes, format_sizes
 
@@ -425,21 +425,10 @@ class _UpdateFlags(UpdatePolicies):
 
 def _sizes_of(call: StepCall) -> dict[str, int]:
     """Returns the sizes of a batch: the lengths and the bytes of each tensor, and the bytes of all."""
-    # Lengths, as one of as many bytes may take more: half as many texts of twice the length do. The bytes of all, as
-    # another call may have more tensors. Of int64 tokens (8, 512): 0.0: 8, 0.1: 512, 0: 32768, all: 32768. Inputs are
-    # planned for if no entry is larger.
-    leaves, _ = flatten_call(call.args, call.kwargs)
-    sizes: dict[str, int] = {"all": 0}
-    for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if leaf.is_nested:  # its lengths may be symbols
-            count = sum(inner.numel() for inner in inner_tensors(leaf)) or leaf.numel()
-        else:
-            count = leaf.numel()
-            sizes.update((f"{number}.{dim}", length) for dim, length in enumerate(leaf.shape))
-        sizes[f"{number}"] = count * leaf.element_size()
-        sizes["all"] += sizes[f"{number}"]
+    # The bytes of all, as another call may have more tensors. Of int64 tokens (8, 512): 0.0: 8, 0.1: 512, 0: 32768,
+    # all: 32768. Inputs are planned for if no entry is larger.
+    sizes = sizes_of(enumerate(flatten_call(call.args, call.kwargs)[0]))
+    sizes["all"] = sum(size for name, size in sizes.items() if "." not in name)
     return sizes
 
 

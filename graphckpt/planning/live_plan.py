@@ -30,10 +30,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Handle
+from graphckpt.blocks.forward import policy_of
 from graphckpt.budget import Budget, check_budget
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
 from graphckpt.planning.level_meter import block_classes
+from graphckpt.planning.levels import KEEP_NUMBER
 from graphckpt.planning.options import PlanOptions, budget_bytes, device_memory, memory_id
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
@@ -46,7 +48,7 @@ from graphckpt.planning.steps import StepRun
 from graphckpt.planning.update_planner import UpdatePlanner, candidates_for_updates
 from graphckpt.planning.update_policies import ModulePolicies, UpdatePolicies
 from graphckpt.planning.update_table import PlannedUpdate, UpdateKey, UpdateTable, highest_levels
-from graphckpt.planning.update_watch import UpdateWatch, covers
+from graphckpt.planning.update_watch import BlockCall, UpdateWatch, covers
 from graphckpt.progress import Progress
 from graphckpt.undo import Undo, scope
 from graphckpt.units import format_sizes
@@ -138,7 +140,7 @@ class LivePlan:
         self._is_trial = False
         """Whether the present plan is a trial of what the largest update has not shown."""
         self._larger: PlannedUpdate | None = None
-        """The largest update since the plan was made, if it was larger than planned for."""
+        """The largest update that was larger than planned for, until it is planned for."""
         self.plan: Plan | None = None
         self._head = _Head(model, options, self._blocks, is_least=self._budget == "min")
         check_parameters(model, self._budget)
@@ -188,7 +190,7 @@ class LivePlan:
         if self.is_settled and self._is_alone and self._updates.trains_more():
             self._begin_anew(_TRAINS_MORE)
         self.renew_blocks()
-        if not self.is_settled:
+        if not (self.is_settled and self._present.is_plan):
             self._measure()
 
     def begin_update(self, sizes: Mapping[str, int]) -> bool:
@@ -243,7 +245,7 @@ class LivePlan:
                 self._add_larger(update)
             is_planned = bool(self._checks_left) and self._check(update)
             is_planned = self._plan_anew() or is_planned
-        if self.plan is not None and not self._present.is_plan:
+        if self.plan is not None and not self._present.is_plan and (is_planned or update is not None):
             self._apply()
         return is_planned
 
@@ -252,11 +254,16 @@ class LivePlan:
         self._updates.close()
         self._remove_policies()
 
-    def _check_inputs(self) -> None:
-        """Notices a batch that is larger than the present policies are for, before any block runs."""
-        if not self._is_safe(self._updates.sizes or {}):
-            self._recompute_all()
-            self._measure()  # anew, if it had begun
+    def _check_inputs(self, call: BlockCall | None) -> None:
+        """Notices a batch that is larger than the present policies are for, mostly before any block runs."""
+        if self._is_safe(self._updates.sizes or {}):
+            return
+        options = self._all_recomputed
+        if call is not None and policy_of(self._blocks[call.block][1]) is None:
+            options[call.block] = KEEP_NUMBER  # a call that has begun takes no policy
+        self._install(_Turn(options, {}))
+        if not self._updates.measure_rest(Blocks(self._blocks), call):
+            self._turn = _Turn(self._all_recomputed, {})  # the next update shows what all take
 
     def _is_safe(self, sizes: Mapping[str, int]) -> bool:
         """Whether the present policies were chosen for inputs of these sizes, or larger ones."""
@@ -412,6 +419,7 @@ class LivePlan:
                 return False
             assert self._table is not None
             self._table.add(updates)
+            self._larger = None
             self._checks_left = _CHECKS_ANEW if self._options.check else 0
             planner = self._planner(group)
             self._begin_dialogue(planner, self._limit(planner, group), or_lowest=True)
@@ -474,7 +482,7 @@ class LivePlan:
         rows = *(row for row in plan.rows if row.block in names), *self._head.rows
         front = Planners([planner]).front
         self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=headroom, front=front)
-        self._choice, self._larger = choice, None
+        self._choice = choice
         self._updates.trains_more()
         self._checks_left *= run is None
         self._remove_policies()

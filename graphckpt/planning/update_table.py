@@ -7,7 +7,7 @@ Equal blocks of one update are compared with each other, so that each update has
     base     full full full full full       the levels of the update, minus what `keep` retains while it is open
 
 So updates with other batches do not disturb each other. Where a batch shows an option that a larger one does not, the
-row is scaled as what recomputations under ``full`` add; and what plans were off by in a smaller batch is expected of
+row grows by what recomputations under ``full`` add more; and what plans were off by in a smaller batch is expected of
 them in a larger one. No torch.
 """
 
@@ -47,9 +47,9 @@ class UpdateRow(NamedTuple):
     rise_forward: int
     rise_backward: int
 
-    def scaled(self, factor: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
-        """Returns the row for a larger batch: ``factor`` times what is retained, and higher rises, up to a bound."""
-        first, later, output = (ceil(factor * each) for each in (self.retained, self.retained_later, self.output))
+    def grown(self, retained: int, ratio: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
+        """Returns the row for a batch that is ``ratio`` times as large: retains and rises more, up to a bound."""
+        first, later, output = self.retained + retained, self.retained_later + retained, ceil(ratio * self.output)
         rise = self.rise_backward + growth
         if bound is not None:
             first, later = min(first, bound.retained), min(later, bound.retained)
@@ -424,20 +424,18 @@ class UpdateTable:
                         if other_sizes == sizes or option == self.base_option:
                             return row
                         bound, growth = self._bound(sizes, kind, option), self._growth(other_sizes, sizes, other)
-                        return row.scaled(self._scale(other_sizes, sizes, other), growth, bound)
+                        retained = self._retained_growth(other_sizes, sizes, other, row.retained)
+                        return row.grown(retained, _ratio(sizes, other_sizes), growth, bound)
         return None
 
-    def _scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
-        """Returns how much more an option retains of a batch of ``sizes`` than of ``other``, at most."""
+    def _retained_growth(self, other: InputSizes, sizes: InputSizes, kind: _Kind, retained: int) -> int:
+        """Returns by how much more an option that retains so much of ``other`` retains of ``sizes``, at most."""
         full, larger = self._full(other, kind), self._full(sizes, kind)
         if full is None or larger is None or not (full.recomputed and larger.recomputed):
-            return _ratio(sizes, other)
-        # What a recomputation adds has parts that no option retains. They count as those of any batch, such as
-        # autocast's copies of weights: parts that grow, such as the output of the block, would make it less.
-        before, growth = max(full.recomputed), max(larger.recomputed) - max(full.recomputed)
-        keep = self._row_read(other, kind, 0, full)
-        retained = before if keep is None or not 0 < keep.retained < before else keep.retained
-        return (retained + growth) / retained if retained + growth > 0 else _ratio(sizes, other)
+            return ceil((_ratio(sizes, other) - 1) * retained)
+        # All that a recomputation adds more may be what the option retains: scores of attention grow by the square of
+        # the length, and other results do not.
+        return max(0, max(larger.recomputed) - max(full.recomputed))
 
     def _growth(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> int:
         """Returns by how much more a call rises with a batch of ``sizes`` than with ``other``, under ``full``.
