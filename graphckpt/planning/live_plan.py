@@ -320,7 +320,8 @@ class LivePlan:
             limit = self._limit(planner, group)
             turn = None
             if not (is_last or planner.fits_plain(limit.num_bytes)):
-                turn = planner.next_turn(limit.num_bytes, is_first=self._is_warm_up, only_keep=self._budget == "min")
+                only_keep = self._budget == "min" and self._candidates.is_base_allowed
+                turn = planner.next_turn(limit.num_bytes, is_first=self._is_warm_up, only_keep=only_keep)
             if not is_last and (turn is not None or self._is_warm_up or planner.num_missing):
                 options = turn or self._all_recomputed
                 room = planner.room(options, limit.num_bytes)

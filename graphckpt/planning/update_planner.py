@@ -114,11 +114,15 @@ class UpdatePlanner:
 
     @cached_property
     def allowed(self) -> dict[int, list[int]]:
-        """The numbers of the options of each class of blocks that updates have shown."""
+        """The numbers of the options of each class of blocks that updates have shown.
+
+        Where a budget did not leave room to show all of them, ``full`` takes their place.
+        """
         base, allowed = self.candidates.base, {}
+        others = [option for option in range(len(self.candidates.options)) if option != base]
         for kind in set(self.table.classes):
-            shown = [o for o in range(len(self.candidates.options)) if o != base and self.table.has_read(kind, o)]
-            allowed[kind] = [*shown, base] if self.candidates.is_base_allowed or not shown else shown
+            shown = [option for option in others if self.table.has_read(kind, option)]
+            allowed[kind] = [*shown, base] if self.candidates.is_base_allowed or shown != others else shown
         return allowed
 
     @property
@@ -227,6 +231,8 @@ class UpdatePlanner:
         if self.num_missing:
             what = f"the update that was measured did not call {self.num_missing} of the blocks"
             notes = (*notes, f"{what}; one that does takes more memory")
+        if not self.candidates.is_base_allowed and any(self.candidates.base in each for each in self.allowed.values()):
+            notes = (*notes, "the budget leaves no room to measure all candidates: layers may have full in their place")
         equal = {table.classes[block]: block for block in self.called}
         measured = MeasuredStep(
             names=tuple(self.names),

@@ -36,10 +36,10 @@ class EagerAttention(Layer):
 
 
 class Words(nn.Module):
-    def __init__(self, layer: type[nn.Module] = Layer) -> None:
+    def __init__(self, layer: type[nn.Module] = Layer, num_layers: int = 6) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, D)
-        self.layers = nn.ModuleList(layer() for _ in range(6))
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
 
     def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -85,11 +85,15 @@ def of_tokens(model: Words, length: int) -> Tensor:
 
 
 def train(
-    model: Words, outputs: Callable[[Words, int], Tensor], lengths: Sequence[int], budget: int | str | None = None
+    model: Words,
+    outputs: Callable[[Words, int], Tensor],
+    lengths: Sequence[int],
+    budget: int | str | None = None,
+    candidates: tuple[str, ...] | None = None,
 ) -> tuple[list[float], list[int], LivePlan | None]:
     """Returns the losses of a training and the peaks of its updates."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    options = PlanOptions(select="layers.*", progress=False)
+    options = PlanOptions(select="layers.*", candidates=candidates, progress=False)
     live = None if budget is None else LivePlan(model, budget, options, str)
     losses: list[float] = []
 
@@ -143,6 +147,22 @@ def check_budget(
     assert live is not None
     assert live.plan is not None
     assert any(row.option != "full" for row in live.plan.rows), "some layers save more than before there was a plan"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_layers_are_recomputed_where_no_candidate_can_be_measured_within_the_budget(share: float) -> None:
+    """Of two layers: until it is measured, ``selective`` counts with all that a forward allocates."""
+    _, peaks, live = train(Words(num_layers=2), of_tokens, [16] * 6, "min", ("selective",))
+    assert live is not None
+    assert live.plan is not None
+    assert "selective(matmul+attention)" in {row.option for row in live.plan.rows}, "a lower peak than of keep"
+    _, plain_peaks, _ = train(Words(num_layers=2), of_tokens, [16] * 6)
+    budget = int(peaks[-1] + share * (max(plain_peaks) - peaks[-1]))
+    _, peaks, live = train(Words(num_layers=2), of_tokens, [16] * 6, budget, ("selective",))
+    assert max(peaks) <= budget
+    assert live is not None
+    assert live.plan is not None
+    assert bool(live.plan.notes) == any(row.option == "full" for row in live.plan.rows)
 
 
 def test_a_policy_that_a_hook_replaces_does_not_act_on_the_call_that_has_begun() -> None:
