@@ -312,7 +312,7 @@ class LivePlan:
             if self._table is None or self._is_warm_up:
                 classes = block_classes(Blocks(self._blocks), updates[0].levels)
                 self._table = self._candidates.table(classes)
-            self._table.add(updates)
+            self._table.add(updates, self._removed)
             is_last = self._num_measured >= self._most_updates - _CHECKS
             adds_lasting = any(each.adds_lasting for each in updates)
             self._is_warm_up = not is_last and (self._num_measured == 1 or adds_lasting)
@@ -372,7 +372,10 @@ class LivePlan:
                 if off <= 0 and not self._is_trial:
                     return False
             plan, levels = corrected(plan, off), highest_levels(each.levels.levels for each in of_largest)
-            (self._table.add if self._is_trial else self._table.add_runs)(updates)
+            if self._is_trial:
+                self._table.add(updates, self._removed)
+            else:
+                self._table.add_runs(updates)
             planner = self._planner(group)
             dialogue = dialogue.renewed(planner.planner, margin=planner.margin(dialogue.limit))
             if of_largest or off > 0:
@@ -419,7 +422,7 @@ class LivePlan:
             if not updates:
                 return False
             assert self._table is not None
-            self._table.add(updates)
+            self._table.add(updates, self._removed)
             self._larger = None
             self._checks_left = _CHECKS_ANEW if self._options.check else 0
             planner = self._planner(group)
@@ -435,10 +438,9 @@ class LivePlan:
 
     def _planner(self, group: PlanGroup) -> UpdatePlanner:
         assert self._table is not None
-        names = self._names()
         return UpdatePlanner(
             table=self._table,
-            removed=[number for number, (name, _) in enumerate(self._blocks) if name not in names],
+            removed=self._removed,
             names=[name for name, _ in self._blocks],
             candidates=self._candidates,
             options=self._options,
@@ -498,6 +500,12 @@ class LivePlan:
         limit = max(self.plan.budget_bytes, self.plan.predicted_peak_bytes)
         fitting = [key for key in self._table.keys if self._table.peak(self._choice.plan, key) <= limit]
         self._present = _Present(list(self._choice.plan), [dict(sizes) for sizes, _ in fitting], is_plan=True)
+
+    @property
+    def _removed(self) -> list[int]:
+        """The blocks that the program has taken out of the model."""
+        names = self._names()
+        return [number for number, (name, _) in enumerate(self._blocks) if name not in names]
 
     def _names(self) -> set[str]:
         """Returns the names of the modules that the program has not taken out of the model."""

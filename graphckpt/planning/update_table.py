@@ -14,8 +14,9 @@ them in a larger one. No torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
@@ -167,6 +168,85 @@ def highest_levels(logs: Iterable[LevelLog]) -> LevelLog:
     return levels
 
 
+# Note [Skipped blocks]
+# LayerDrop skips other blocks in each update, and in one of the next it may skip none. So the base is that of an update
+# which calls all that any has called: one that it has skipped is put in each pass that calls an equal one, next to
+# the call of a block whose number is near, and adds and frees what the equal one does:
+#
+#     measured    forward 0 | forward 3 | head | backward 3 | backward 0
+#     completed   forward 0 | forward 1, as 3 | forward 2, as 3 | forward 3 | head | backward 3 | backward 2 | ...
+#
+# What options take is read from updates as they were.
+
+
+def completed(update: PlannedUpdate, blocks: Iterable[int], classes: Sequence[int], base_option: int) -> PlannedUpdate:
+    """Returns an update that calls all of ``blocks``, if this one has skipped some; see Note [Skipped blocks]."""
+    levels, order = update.levels, update.levels.block_of_call
+    of_blocks = [interval for interval in levels.spans if interval.is_of_block]
+    added = {i: levels.spans[j].start - levels.spans[i].start for i, j in pairwise(of_blocks) if i.phase is j.phase}
+    inner = [c for c in range(len(order)) if {(Phase.FORWARD, c), (Phase.BACKWARD, c)} <= added.keys()]
+    passes: list[dict[int, int]] = []  # the calls of each, by block
+    for call, block in enumerate(order):
+        if not call or Interval(Phase.FORWARD, call - 1) not in added:
+            passes.append({})
+        passes[-1][block] = call
+    options, groups = [*update.options], [[(block, call)] for call, block in enumerate(order)]
+    skipped = sorted({*blocks}.difference(order))
+    for calls in passes:
+        for block in skipped if [*calls] == sorted(calls) else ():
+            kind = classes[block]
+            alike = [call for call in calls.values() if call in inner and classes[order[call]] == kind]
+            if not alike:
+                continue
+            like = min(alike, key=lambda call: (options[order[call]] != base_option, not levels.are_typical[call]))
+            options[block] = options[order[like]]
+            beside = min(calls, key=lambda other: (classes[other] != kind, other > block, abs(other - block)))
+            groups[calls[beside]].append((block, like))
+    return update if max(map(len, groups), default=1) == 1 else _woven(update, options, [*map(sorted, groups)], added)
+
+
+def _woven(
+    update: PlannedUpdate,
+    options: Sequence[int],
+    groups: Sequence[Sequence[tuple[int, int]]],
+    added: Mapping[Interval, int],
+) -> PlannedUpdate:
+    """Returns an update that calls each of ``groups`` of blocks in place of one block, each like a call of its own."""
+    levels, order = update.levels, update.levels.block_of_call
+    entries = [(call, *entry) for call, group in enumerate(groups) for entry in group]
+    number_of = {(call, block): number for number, (call, block, _) in enumerate(entries)}
+    spans: dict[Interval, LevelSpan] = {}
+    raised, seconds = 0, 0.0
+    for interval, span in levels.spans.items():
+        phase, call = interval
+        if phase in (Phase.BEFORE, Phase.OPTIMIZER):
+            spans[interval] = span.raised(raised)
+            continue
+        group = groups[call] if phase in (Phase.FORWARD, Phase.AFTER_FORWARD) else groups[call][::-1]
+        if not interval.is_of_block:  # the code behind all of them
+            spans[Interval(phase, number_of[call, group[-1][0]])] = span.raised(raised)
+            continue
+        start = span.start
+        for block, like in group:
+            source = Interval(phase, like)
+            moved = levels.spans[source].raised(start + raised - levels.spans[source].start)
+            spans[Interval(phase, number_of[call, block])] = moved
+            if block == order[call]:
+                start = span.end
+            else:
+                raised += added[source]
+                seconds += levels.seconds.get(source, 0.0)
+    result = replace(
+        levels,
+        block_of_call=[block for _, block, _ in entries],
+        spans=spans,
+        dropped=frozenset(number_of[call, order[call]] for call in levels.dropped),
+        are_typical=[levels.are_typical[like] for _, _, like in entries],
+        total_seconds=levels.total_seconds + seconds,
+    )
+    return replace(update, levels=result, options=options)
+
+
 UpdateKey: TypeAlias = "tuple[InputSizes, tuple[int, ...]]"
 """Updates of one key have calls of the same sizes in the same order."""
 
@@ -189,7 +269,9 @@ class UpdateTable:
         self.base_option = base_option
         self.num_options = num_options
         self._selective = frozenset(selective)
+        self._measured: list[PlannedUpdate] = []
         self._updates: dict[UpdateKey, list[PlannedUpdate]] = {}
+        """These, completed."""
         self._runs: dict[tuple[UpdateKey, tuple[int, ...]], list[PlannedUpdate]] = {}
         """Updates under plans, by key and plan, as each process has run them."""
         self._readings: dict[tuple[InputSizes, _Kind, int], _CallReadings] = {}
@@ -201,14 +283,22 @@ class UpdateTable:
         self.start_bytes = 0
         """The level at the start of the next update."""
 
-    def add(self, updates: Sequence[PlannedUpdate]) -> None:
-        """Adds one update, as each of the processes that plan together has run it."""
+    def add(self, updates: Sequence[PlannedUpdate], removed: Collection[int] = ()) -> None:
+        """Adds one update, as each of the processes that plan together has run it.
+
+        The blocks ``removed`` are not in the model any more.
+        """
         self._forget()
         starts = (update.next_start_bytes for update in updates if update.adds_lasting or not update.is_later)
         self.start_bytes = max(starts, default=self.start_bytes)
         for update in (each.from_start(self.start_bytes) for each in updates):
-            self._updates.setdefault(update.key, []).append(update)
+            self._measured.append(update)
             self._read(update)
+        called = {block for update in self._measured for block in update.levels.block_of_call}.difference(removed)
+        self._updates.clear()
+        for update in self._measured:
+            result = completed(update, called, self.classes, self.base_option)
+            self._updates.setdefault(result.key, []).append(result)
 
     def add_runs(self, updates: Sequence[PlannedUpdate]) -> None:
         """Adds one update under a plan, as each process has run it: it shows what rows do not explain."""
@@ -395,8 +485,7 @@ class UpdateTable:
         places: dict[int, int] = {}
         kinds = []
         for call, block in reversed([*enumerate(levels.block_of_call)]):
-            is_typical = levels.are_typical[call] if levels.are_typical else True
-            kinds.append(_Kind(self.classes[block], places.get(block, 0), is_typical))
+            kinds.append(_Kind(self.classes[block], places.get(block, 0), levels.are_typical[call]))
             places[block] = places.get(block, 0) + 1
         return kinds[::-1]
 

@@ -149,6 +149,37 @@ def check_budget(
     assert any(row.option != "full" for row in live.plan.rows), "some layers save more than before there was a plan"
 
 
+def of_some_layers(model: Words, length: int) -> Tensor:
+    """LayerDrop, whose choices depend on nothing but the batch."""
+    x = model.embedding(ids_of(4, abs(length)))
+    for layer in model.layers:
+        if length > 0 or torch.rand([]) > 0.3:
+            x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("varied", [False, True])
+def test_an_update_may_call_more_layers_than_any_before(share: float, *, varied: bool) -> None:
+    lengths = [-24] * 12 + [24] * 3  # the last ones skip no layer
+    if varied:
+        lengths[:12] = [-24, -16, -24, -8, -24, -20] * 2
+
+    def run(budget: int | str | None = None) -> tuple[list[float], list[int], LivePlan | None]:
+        torch.manual_seed(1)
+        return train(Words(num_layers=8), of_some_layers, lengths, budget)
+
+    (losses, plain_peaks, _), (_, peaks, _) = run(), run("min")
+    budget = int(max(peaks) + share * (max(plain_peaks) - max(peaks)))
+    planned_losses, peaks, live = run(budget)
+    assert planned_losses == losses
+    assert max(peaks) <= budget
+    assert live is not None
+    assert live.plan is not None
+    if not varied:
+        assert peaks[-1] == live.plan.predicted_peak_bytes
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_layers_are_recomputed_where_no_candidate_can_be_measured_within_the_budget(share: float) -> None:
     """Of two layers: until it is measured, ``selective`` counts with all that a forward allocates."""
