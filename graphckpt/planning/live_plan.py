@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from graphckpt.blocks.apply import Handle
 from graphckpt.blocks.forward import policy_of
 from graphckpt.budget import Budget, check_budget
-from graphckpt.errors import ConfigError, PlanError
+from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.planning.level_meter import block_classes
 from graphckpt.planning.levels import KEEP_NUMBER
@@ -241,9 +241,10 @@ class LivePlan:
         if self.plan is None:
             is_planned = self._plan_first(update)
         else:
-            if update is not None and self._choice is not None and tuple(update.options) != self._choice.plan:
+            is_larger = update is not None and not self._present.is_plan
+            if update is not None and is_larger:
                 self._add_larger(update)
-            is_planned = bool(self._checks_left) and self._check(update)
+            is_planned = bool(self._checks_left) and self._check(None if is_larger else update)
             is_planned = self._plan_anew() or is_planned
         if self.plan is not None and not self._present.is_plan and (is_planned or update is not None):
             self._apply()
@@ -329,15 +330,8 @@ class LivePlan:
                 return False
             checks = self._most_updates - self._num_measured if self._options.check else 0
             self._checks_left = min(_CHECKS, checks)
-            try:
-                self._begin_dialogue(planner, limit)
-            except PlanError:
-                if not self._head.begin_next(planner.plain_peak):
-                    raise
-                (row,) = self._head.rows
-                self._begin_anew(f"no plan fits; plans with {row.option} on {row.block}")
-                return False
-        return True
+            self._begin_dialogue(planner, limit)
+        return self.plan is not None
 
     def _begin_anew(self, why: str) -> None:
         """Measures updates anew, after what has changed levels everywhere."""
@@ -389,7 +383,7 @@ class LivePlan:
                 self._choose(best, plan.headroom_bytes, or_lowest=True)
             elif of_largest:
                 self.plan, self._checks_left = plan, 0
-        return not is_best
+        return not is_best and self.plan is not None
 
     def _propose(self, planner: UpdatePlanner) -> PolicyChoice | None:
         """Returns what is to run next: a trial of what the largest update has not shown, or else the fastest plan."""
@@ -408,8 +402,8 @@ class LivePlan:
     def _plan_anew(self) -> bool:
         """Plans again if there was a larger batch: at once in a program of one process, else at certain updates."""
         if self._is_alone:
-            # Not in each update, if batches grow with each.
-            if self._larger is None or self._num_updates < self._next_replan:
+            # Not in each update, if batches grow with each; but without delay if the next policy of the head may help.
+            if self._larger is None or (self._num_updates < self._next_replan and not self._needs_next_head):
                 return False
         elif self._num_updates & (self._num_updates - 1):
             # Zero for powers of two alone: all processes reach them, whatever their batches are.
@@ -427,10 +421,19 @@ class LivePlan:
             self._checks_left = _CHECKS_ANEW if self._options.check else 0
             planner = self._planner(group)
             self._begin_dialogue(planner, self._limit(planner, group), or_lowest=True)
+        if self.plan is None:
+            return False
         self._num_replans += 1
         self._next_replan = self._num_updates + 2**self._num_replans
         self._report("planned again, for the largest batch so far")
         return True
+
+    @property
+    def _needs_next_head(self) -> bool:
+        """Whether the larger update exceeded the budget, with every block recomputed, and there is a further head."""
+        assert self._larger is not None
+        assert self.plan is not None
+        return not self._head.is_last and self._larger.levels.peak_bytes > self.plan.budget_bytes
 
     def _add_larger(self, update: PlannedUpdate) -> None:
         if self._larger is None or update.levels.peak_bytes > self._larger.levels.peak_bytes:
@@ -463,16 +466,24 @@ class LivePlan:
         return _Limit(*map(int, min(limits)))
 
     def _begin_dialogue(self, planner: UpdatePlanner, limit: _Limit, *, or_lowest: bool = False) -> None:
-        """Chooses the first plan for the updates of the table; raises PlanError if none fits."""
+        """Chooses the first plan for the updates of the table."""
         margin = planner.margin(limit.num_bytes)
         self._dialogue = Dialogue(planner.planner, limit.num_bytes, margin=margin, is_cautious=True)
         self._choose(self._propose(planner), limit.headroom, or_lowest=or_lowest)
 
     def _choose(self, choice: PolicyChoice | None, headroom: int, *, or_lowest: bool = False) -> None:
-        """Makes the plan of a choice the present one; without a choice that of the lowest peak, or raises PlanError."""
+        """Makes the plan of a choice the present one.
+
+        Without a choice updates are measured anew with the next policy of the head, if there is one; else the plan is
+        that of the lowest peak, or PlanError is raised.
+        """
         dialogue = self._dialogue
         assert dialogue is not None
         planner, limit = dialogue.planner, dialogue.limit
+        if choice is None and self._head.begin_next(planner.plain.peak):
+            (row,) = self._head.rows
+            self._begin_anew(f"no plan fits; plans with {row.option} on {row.block}")
+            return
         if choice is None:
             assert limit is not None
             choice = planner.floor
@@ -541,12 +552,16 @@ class _Head:
         return self._alternatives[0]
 
     @property
+    def is_last(self) -> bool:
+        return len(self._alternatives) == 1
+
+    @property
     def names(self) -> list[list[str]]:
         return [[row.block, row.option] for rows in self._alternatives for row in rows]
 
     def begin_next(self, plain_peak: int) -> bool:
         """Goes on to the next policy, if there is one; returns whether there is."""
-        if len(self._alternatives) == 1:
+        if self.is_last:
             return False
         self.plain_peak = plain_peak if self.plain_peak is None else self.plain_peak
         self._alternatives = self._alternatives[1:]

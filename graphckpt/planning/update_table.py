@@ -200,8 +200,8 @@ def completed(update: PlannedUpdate, blocks: Iterable[int], classes: Sequence[in
                 continue
             like = min(alike, key=lambda call: (options[order[call]] != base_option, not levels.are_typical[call]))
             options[block] = options[order[like]]
-            beside = min(calls, key=lambda other: (classes[other] != kind, other > block, abs(other - block)))
-            groups[calls[beside]].append((block, like))
+            neighbour = min(calls, key=lambda other: (classes[other] != kind, other > block, abs(other - block)))
+            groups[calls[neighbour]].append((block, like))
     return update if max(map(len, groups), default=1) == 1 else _woven(update, options, [*map(sorted, groups)], added)
 
 

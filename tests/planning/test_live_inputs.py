@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.options import PlanOptions
+from graphckpt.rules.tiles import Tiles
 
 D, WORDS = 16, 50
 
@@ -54,6 +55,22 @@ class Words(nn.Module):
         return self.run_layers(x if mask is None else x[mask])
 
 
+class LossHead(nn.Linear):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(x).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class WordsWithHead(Words):
+    def __init__(self) -> None:
+        super().__init__(num_layers=4)
+        self.loss_head = LossHead(D, 400)
+
+
+def of_head(model: WordsWithHead, length: int) -> Tensor:
+    out: Tensor = model.loss_head(model(ids_of(4, length)), ids_of(4, length)) / length
+    return out.sqrt()
+
+
 def ids_of(rows: int, length: int) -> Tensor:
     return torch.arange(rows * length).view(rows, length) % WORDS
 
@@ -90,10 +107,11 @@ def train(
     lengths: Sequence[int],
     budget: int | str | None = None,
     candidates: tuple[str, ...] | None = None,
+    head: dict[str, Any] | None = None,
 ) -> tuple[list[float], list[int], LivePlan | None]:
     """Returns the losses of a training and the peaks of its updates."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    options = PlanOptions(select="layers.*", candidates=candidates, progress=False)
+    options = PlanOptions(select="layers.*", candidates=candidates, head=head, progress=False)
     live = None if budget is None else LivePlan(model, budget, options, str)
     losses: list[float] = []
 
@@ -194,6 +212,17 @@ def test_layers_are_recomputed_where_no_candidate_can_be_measured_within_the_bud
     assert live is not None
     assert live.plan is not None
     assert bool(live.plan.notes) == any(row.option == "full" for row in live.plan.rows)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4])
+def test_a_larger_batch_has_its_loss_in_slices_where_no_plan_fits_otherwise(share: float) -> None:
+    head = {"loss_head": [Tiles(2, reduce="sum"), Tiles(8, reduce="sum")]}
+    _, peaks, _ = train(WordsWithHead(), of_head, GROWING, "min", head=head)
+    _, plain_peaks, _ = train(WordsWithHead(), of_head, GROWING)
+    budget = int(max(peaks) + share * (max(plain_peaks) - max(peaks)))
+    _, peaks, _ = train(WordsWithHead(), of_head, GROWING, budget, head=head)
+    over = [number for number, peak in enumerate(peaks) if peak > budget]
+    assert {*over} <= {6, 8}, "only the first update of each length, whose head no update has shown before"
 
 
 def test_a_policy_that_a_hook_replaces_does_not_act_on_the_call_that_has_begun() -> None:
