@@ -241,10 +241,11 @@ class LivePlan:
         if self.plan is None:
             is_planned = self._plan_first(update)
         else:
-            is_larger = update is not None and not self._present.is_plan
-            if update is not None and is_larger:
+            # One with every block recomputed may also be a check of a plan that recomputes all.
+            is_check = self._checks_left and (self._choice is None or self._present.options == [*self._choice.plan])
+            if update is not None and not (is_check or self._present.is_plan):
                 self._add_larger(update)
-            is_planned = bool(self._checks_left) and self._check(None if is_larger else update)
+            is_planned = bool(self._checks_left) and self._check(update)
             is_planned = self._plan_anew() or is_planned
         if self.plan is not None and not self._present.is_plan and (is_planned or update is not None):
             self._apply()
