@@ -306,23 +306,24 @@ class LevelMeter(StepClock):
         return result
 
 
-def block_classes(blocks: Blocks, update: StepReadings) -> list[int]:
-    """Returns the class of each block: blocks of one class are built alike, and are called alike in the update."""
-    calls: list[list[str]] = [[] for _ in blocks.modules]
-    for block, signature in zip(update.block_of_call, update.signatures, strict=True):
-        calls[block].append(signature)
-    structures = [_structure(module) for module in blocks.modules]
+def block_classes(blocks: Blocks, levels: StepReadings, *, by_bytes: bool = False) -> list[int]:
+    """Returns the class of each block: blocks of one class are built alike, and are called alike in the step.
+
+    With ``by_bytes`` their forwards and backwards also allocate as many bytes, in a step in which all have one option.
+    Without it, a block that is not called is like one that is built alike.
+    """
+    calls: list[list[Any]] = [[] for _ in blocks.modules]
+    for call, (block, signature) in enumerate(zip(levels.block_of_call, levels.signatures, strict=True)):
+        of_phases = (Interval(phase, call) for phase in (Phase.FORWARD, Phase.BACKWARD) if by_bytes)
+        calls[block].append((signature, *(levels.allocated.get(interval, 0) for interval in of_phases)))
     alike: dict[Any, int] = {}
     classes = []
-    for structure, called in zip(structures, calls, strict=True):
-        keys = [(structure, *called)] if called else [key for key in alike if key[0] == structure]
+    for module, called in zip(blocks.modules, calls, strict=True):
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        structure = (
+            tuple((name, type(child), child.training) for name, child in module.named_modules()),
+            tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
+        )
+        keys = [(structure, *called)] if called or by_bytes else [key for key in alike if key[0] == structure]
         classes.append(alike.setdefault(keys[0] if keys else (structure,), len(alike)))
     return classes
-
-
-def _structure(module: nn.Module) -> Any:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return (
-        tuple((name, type(child), child.training) for name, child in module.named_modules()),
-        tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
-    )

@@ -75,21 +75,13 @@ _TRAINS_MORE = "there are more parameters to train, or states of optimizers: pla
 # nothing is registered on the model, which is freed with its Graph.
 
 
-class _Turn(NamedTuple):
-    """The options of the blocks in updates that show what is not known."""
-
-    options: Sequence[int]
-    sizes: Mapping[str, int]
-    """The largest inputs that they are safe for."""
-
-
-class _Present(NamedTuple):
-    """The options that the blocks have at present."""
+class _Options(NamedTuple):
+    """The options that the blocks have at present, or in updates that show what is not known."""
 
     options: Sequence[int]
     safe_sizes: Sequence[Mapping[str, int]] | None
     """The largest inputs of each update that they fit; ``None`` if every block is recomputed."""
-    is_plan: bool
+    is_plan: bool = False
 
 
 class _Limit(NamedTuple):
@@ -152,8 +144,8 @@ class LivePlan:
             is_shown = False if callable(options.progress) or group.rank else options.progress
         self._progress = Progress(is_shown=is_shown)
         self._most_updates = min(MOST_UPDATES, len(self._candidates.options) + 1 + _CHECKS)
-        self._turn = _Turn(self._all_recomputed, {})
-        self._present = _Present(self._all_recomputed, None, is_plan=False)
+        self._turn = _Options(self._all_recomputed, None)
+        self._present = self._turn
         self._dialogue: Dialogue | None = None
         """Finds the plan; ``None`` until all options have been shown."""
         self._choice: PolicyChoice | None = None
@@ -207,7 +199,7 @@ class LivePlan:
             return False
         self.renew_blocks()
         if not self._is_safe(sizes):
-            self._recompute_all()
+            self._install(_Options(self._all_recomputed, None))
         return True
 
     @scope
@@ -263,9 +255,9 @@ class LivePlan:
         options = self._all_recomputed
         if call is not None and policy_of(self._blocks[call.block][1]) is None:
             options[call.block] = KEEP_NUMBER  # a call that has begun takes no policy
-        self._install(_Turn(options, {}))
+        self._install(_Options(options, None))
         if not self._updates.measure_rest(Blocks(self._blocks), call):
-            self._turn = _Turn(self._all_recomputed, {})  # the next update shows what all take
+            self._turn = _Options(self._all_recomputed, None)  # the next update shows what all take
 
     def _is_safe(self, sizes: Mapping[str, int]) -> bool:
         """Whether the present policies were chosen for inputs of these sizes, or larger ones."""
@@ -287,17 +279,13 @@ class LivePlan:
         self._present = self._present._replace(is_plan=False)
         self._policies.remove(self._blocks)
 
-    def _recompute_all(self) -> None:
-        self._install(_Turn(self._all_recomputed, {}))
-
-    def _install(self, turn: _Turn) -> None:
+    def _install(self, turn: _Options) -> None:
         """Sets the options of all blocks."""
         if self._present.is_plan:
             self._remove_policies()
         every = [*zip(self._candidates.options, self._candidates.stores, strict=True)]
         self._policies.install(self._blocks, [every[number] for number in turn.options], self._head.rows)
-        safe_sizes = None if turn.options == self._all_recomputed else [turn.sizes]
-        self._present = _Present(turn.options, safe_sizes, is_plan=False)
+        self._present = turn
 
     def _measure(self) -> None:
         """Measures the update from here on."""
@@ -325,9 +313,9 @@ class LivePlan:
                 only_keep = self._budget == "min" and self._candidates.is_base_allowed
                 turn = planner.next_turn(limit.num_bytes, is_first=self._is_warm_up, only_keep=only_keep)
             if not is_last and (turn is not None or self._is_warm_up or planner.num_missing):
-                options = turn or self._all_recomputed
-                room = planner.room(options, limit.num_bytes)
-                self._turn = _Turn(options, {name: int(room * size) for name, size in planner.key[0]})
+                room = 1.0 if turn is None else planner.room(turn, limit.num_bytes)
+                safe_sizes = [{name: int(room * size) for name, size in planner.key[0]}]
+                self._turn = _Options(turn or self._all_recomputed, None if turn is None else safe_sizes)
                 return False
             checks = self._most_updates - self._num_measured if self._options.check else 0
             self._checks_left = min(_CHECKS, checks)
@@ -339,7 +327,7 @@ class LivePlan:
         self._remove_policies()
         self._table, self._is_warm_up, self._num_measured = None, True, 0
         self.plan = self._choice = self._larger = None
-        self._turn = _Turn(self._all_recomputed, {})
+        self._turn = _Options(self._all_recomputed, None)
         self._report(f"{why} from at most {self._most_updates} updates")
 
     def _check(self, update: PlannedUpdate | None) -> bool:
@@ -511,7 +499,7 @@ class LivePlan:
         assert self._choice is not None
         limit = max(self.plan.budget_bytes, self.plan.predicted_peak_bytes)
         fitting = [key for key in self._table.keys if self._table.peak(self._choice.plan, key) <= limit]
-        self._present = _Present(list(self._choice.plan), [dict(sizes) for sizes, _ in fitting], is_plan=True)
+        self._present = _Options(list(self._choice.plan), [dict(sizes) for sizes, _ in fitting], is_plan=True)
 
     @property
     def _removed(self) -> list[int]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
 from graphckpt.planning.intervals import Interval, Phase, StepReadings
+from graphckpt.planning.level_meter import block_classes
 from graphckpt.planning.levels import IntervalLevel, LevelTable, SampledRun
 from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
@@ -53,7 +54,7 @@ def measure(
     # First with everything kept, which shows which blocks are equal, and so how few runs show all options. Then the
     # base of the table, with every block recomputed: where `full` is not an option, it is number -1, which no plan has.
     _check_calls(run.levels)
-    classes = _classes(run.levels, blocks)
+    classes = block_classes(blocks, run.levels, by_bytes=True)
     recomputed = next((o for o in options if o.rule == Full() and not (o.is_far or o.is_partitioned)), FULL)
     base_option = next((number for number, o in enumerate(options) if o is recomputed), -1)
     base = shared(step.sample(blocks, [recomputed] * len(every)))
@@ -114,23 +115,6 @@ def _check_calls(levels: StepReadings) -> None:
 def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
     """Returns the first blocks of each class, at most ``limit``."""
     return [number for number, kind in enumerate(classes) if classes[:number].count(kind) < limit]
-
-
-def _classes(levels: StepReadings, blocks: Blocks) -> list[int]:
-    """Returns the class of each block: equal shapes and equal bytes make a class.
-
-    Buffers have to be equal as well: policies copy them, which a step without policies does not show.
-    """
-    classes: dict[Any, int] = {}
-    marks: list[list[Any]] = [[] for _ in blocks.names]
-    for call, block in enumerate(levels.block_of_call):
-        allocated = (levels.allocated.get(Interval(phase, call), 0) for phase in _OF_BLOCKS)
-        marks[block].append((levels.signatures[call], *allocated))
-    keys = [
-        (type(module), module.training, tuple((b.dtype, b.numel()) for b in module.buffers()), tuple(mark))
-        for module, mark in zip(blocks.modules, marks, strict=True)
-    ]
-    return [classes.setdefault(key, len(classes)) for key in keys]
 
 
 def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stride: int = 1) -> Iterator[list[int]]:

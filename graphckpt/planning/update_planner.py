@@ -141,7 +141,11 @@ class UpdatePlanner:
     @cached_property
     def is_exact(self) -> bool:
         """Whether all options were shown by updates of the largest size."""
-        return all(self.table.is_exact(kind, option) for kind in self.called_classes for option in self.allowed[kind])
+        return all(
+            self.table.has_read(kind, option, of_largest=True)
+            for kind in self.called_classes
+            for option in self.allowed[kind]
+        )
 
     @property
     def is_plain_known(self) -> bool:
@@ -159,7 +163,7 @@ class UpdatePlanner:
             only_keep: Whether other options than ``keep`` are of no interest.
             of_largest: Whether only what the largest update has shown is known.
         """
-        base, is_known = self.table.base_option, self.table.is_exact if of_largest else self.table.has_read
+        base = self.table.base_option
         turn = [base] * len(self.names)
         classes = self.called_classes
         free = {kind: list(self._positions(kind)) for kind in classes}
@@ -167,7 +171,7 @@ class UpdatePlanner:
             classes = [kind for kind in classes if len(self._alike(kind)) > 1]
         for option in range(1 if only_keep else len(self.candidates.options)):
             for kind in classes:
-                if option == base or is_known(kind, option):
+                if option == base or self.table.has_read(kind, option, of_largest=of_largest):
                     continue
                 for block in free[kind]:
                     if len(self._alike(kind)) > 1 and self._has_neighbour(turn, block):

@@ -57,13 +57,6 @@ class UpdateRow(NamedTuple):
             rise = min(rise, bound.retained + bound.rise_backward - max(first, later))
         return UpdateRow(first, later, output, self.rise_forward + growth, rise)
 
-    def within(self, retained: int) -> UpdateRow:
-        """Returns the row with at most ``retained`` bytes until backward, and the same peak there."""
-        retained = min(self.retained, retained)
-        return self._replace(
-            retained=retained, retained_later=retained, rise_backward=self.rise_backward + self.retained - retained
-        )
-
 
 _Border: TypeAlias = tuple[tuple[int, int, bool], ...]
 """The blocks before and after: the class of each, its distance, and whether its backward is the first one."""
@@ -335,20 +328,13 @@ class UpdateTable:
         calls = zip(self.largest[1], self._kinds(self._updates[self.largest][0]), strict=True)
         return set(self.largest[1]) - {block for block, kind in calls if not kind.is_typical}
 
-    def has_read(self, block_class: int, option: int) -> bool:
-        """Whether any update has shown what an option does to the calls of a class."""
+    def has_read(self, block_class: int, option: int, *, of_largest: bool = False) -> bool:
+        """Whether any update, or one of the largest sizes, has shown what an option does to the calls of a class."""
+        full = self._full if of_largest else self._scaled_full
         return any(
-            self._row_read(sizes, kind, option, self._scaled_full(sizes, kind)) is not None
+            self._row_read(sizes, kind, option, full(sizes, kind)) is not None
             for sizes, kind, read in self._readings
-            if kind.block_class == block_class and read == option
-        )
-
-    def is_exact(self, block_class: int, option: int) -> bool:
-        """Whether an update of the largest sizes has shown what an option does to the calls of a class."""
-        return any(
-            self._row_read(sizes, kind, option, self._full(sizes, kind)) is not None
-            for sizes, kind, read in self._readings
-            if kind.block_class == block_class and read == option and sizes == self.largest[0]
+            if kind.block_class == block_class and read == option and not (of_largest and sizes != self.largest[0])
         )
 
     def peak(self, plan: Sequence[int], key: UpdateKey | None = None) -> int:
@@ -389,8 +375,7 @@ class UpdateTable:
                 table.add_run((level.raised(self.start_bytes) for level in levels), plan)
         for own, plan in self._runs:
             if own[1] == key[1] and own != key:
-                scale = max(self._rise_scale(own[0], key[0], kind) for kind in self._kinds(self._updates[key][0]))
-                table.add_rest(self.levels(own), plan, scale)
+                table.add_rest(self.levels(own), plan, _ratio(key[0], own[0]))
 
     def _table_over(self, update: PlannedUpdate, spans: LevelLog) -> LevelTable:
         """Returns a table with the terms that updates have shown, and a base relative to the start of an update."""
@@ -492,7 +477,7 @@ class UpdateTable:
     def _row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
         entry = sizes, kind, option
         if entry not in self._rows:
-            self._rows[entry] = self._read_row(*entry) or self._highest_row(*entry)
+            self._rows[entry] = self._read_row(*entry) or self._bound(*entry) or _NO_ROW
         return self._rows[entry]
 
     def _read_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
@@ -531,21 +516,12 @@ class UpdateTable:
 
         That is the most by which any option does: parts of a rise are constant, such as gradients of weights.
         """
-        before, after = self._full_rises(other, sizes, kind)
-        return max(0, after - before)
-
-    def _rise_scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
-        before, after = self._full_rises(other, sizes, kind)
-        return after / before if before and after else _ratio(sizes, other)
-
-    def _full_rises(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> tuple[int, int]:
-        """Returns the rises in backward under ``full`` with ``other`` and with ``sizes``, one of them estimated."""
         before, after = (
             0 if (readings := self._full(each, kind)) is None else max(readings.rises_backward, default=0)
             for each in (other, sizes)
         )
         ratio = _ratio(sizes, other)
-        return before or ceil(after / ratio), after or ceil(before * ratio)
+        return max(0, (after or ceil(before * ratio)) - (before or ceil(after / ratio)))
 
     def _full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
         return self._readings.get((sizes, kind, self.base_option))
@@ -575,14 +551,6 @@ class UpdateTable:
         if later is None:
             later = retained if freed is None else max(retained, freed)
         return UpdateRow(retained, later, max(0, (freed or 0) - later), *rises)
-
-    def _highest_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
-        """Returns a bound of what an option that was not read takes."""
-        row = self._bound(sizes, kind, option)
-        keep = None if row is None else self._read_row(sizes, kind, 0)
-        if row is None or keep is None:
-            return row or _NO_ROW
-        return row if option in self._selective else row.within(max(keep.retained, keep.retained_later))
 
     def _bound(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
         """Returns the most that an option can take: a recomputation creates all that it can retain.
