@@ -48,14 +48,14 @@ class UpdateRow(NamedTuple):
     rise_forward: int
     rise_backward: int
 
-    def grown(self, retained: int, ratio: float, growth: int, bound: UpdateRow | None) -> UpdateRow:
+    def grown(self, retained: int, rises: int, ratio: float, bound: UpdateRow | None) -> UpdateRow:
         """Returns the row for a batch that is ``ratio`` times as large: retains and rises more, up to a bound."""
         first, later, output = self.retained + retained, self.retained_later + retained, ceil(ratio * self.output)
-        rise = self.rise_backward + growth
+        rise = self.rise_backward + rises
         if bound is not None:
             first, later = min(first, bound.retained), min(later, bound.retained)
             rise = min(rise, bound.retained + bound.rise_backward - max(first, later))
-        return UpdateRow(first, later, output, self.rise_forward + growth, rise)
+        return UpdateRow(first, later, output, self.rise_forward + rises, rise)
 
 
 _Border: TypeAlias = tuple[tuple[int, int, bool], ...]
@@ -178,14 +178,10 @@ def completed(update: PlannedUpdate, blocks: Iterable[int], classes: Sequence[in
     of_blocks = [interval for interval in levels.spans if interval.is_of_block]
     added = {i: levels.spans[j].start - levels.spans[i].start for i, j in pairwise(of_blocks) if i.phase is j.phase}
     inner = [c for c in range(len(order)) if {(Phase.FORWARD, c), (Phase.BACKWARD, c)} <= added.keys()]
-    passes: list[dict[int, int]] = []  # the calls of each, by block
-    for call, block in enumerate(order):
-        if not call or Interval(Phase.FORWARD, call - 1) not in added:
-            passes.append({})
-        passes[-1][block] = call
+    passes = Calls(levels.spans, order, classes, levels.dropped).passes
     options, groups = [*update.options], [[(block, call)] for call, block in enumerate(order)]
     skipped = sorted({*blocks}.difference(order))
-    for calls in passes:
+    for calls in ({order[call]: call for call in each} for each in passes):
         for block in skipped if [*calls] == sorted(calls) else ():
             kind = classes[block]
             alike = [call for call in calls.values() if call in inner and classes[order[call]] == kind]
@@ -497,31 +493,21 @@ class UpdateTable:
                     if row is not None:
                         if other_sizes == sizes or option == self.base_option:
                             return row
-                        bound, growth = self._bound(sizes, kind, option), self._growth(other_sizes, sizes, other)
-                        retained = self._retained_growth(other_sizes, sizes, other, row.retained)
-                        return row.grown(retained, _ratio(sizes, other_sizes), growth, bound)
+                        growths = self._growths(other_sizes, sizes, other, row.retained)
+                        return row.grown(*growths, _ratio(sizes, other_sizes), self._bound(sizes, kind, option))
         return None
 
-    def _retained_growth(self, other: InputSizes, sizes: InputSizes, kind: _Kind, retained: int) -> int:
-        """Returns by how much more an option that retains so much of ``other`` retains of ``sizes``, at most."""
-        full, larger = self._full(other, kind), self._full(sizes, kind)
-        if full is None or larger is None or not (full.recomputed and larger.recomputed):
-            return ceil((_ratio(sizes, other) - 1) * retained)
-        # All that a recomputation adds more may be what the option retains: scores of attention grow by the square of
-        # the length, and other results do not.
-        return max(0, max(larger.recomputed) - max(full.recomputed))
+    def _growths(self, other: InputSizes, sizes: InputSizes, kind: _Kind, retained: int) -> tuple[int, int]:
+        """Returns by how much more an option retains of ``sizes`` than of ``other``, and by how much more it rises.
 
-    def _growth(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> int:
-        """Returns by how much more a call rises with a batch of ``sizes`` than with ``other``, under ``full``.
-
-        That is the most by which any option does: parts of a rise are constant, such as gradients of weights.
+        At most, as ``full`` does: parts are constant, such as gradients of weights; and all that a recomputation adds
+        more may be what the option retains, as scores of attention grow by the square of the length.
         """
-        before, after = (
-            0 if (readings := self._full(each, kind)) is None else max(readings.rises_backward, default=0)
-            for each in (other, sizes)
-        )
-        ratio = _ratio(sizes, other)
-        return max(0, (after or ceil(before * ratio)) - (before or ceil(after / ratio)))
+        ratio, both = _ratio(sizes, other), (self._full(other, kind), self._full(sizes, kind))
+        before, after = (0 if each is None else max(each.rises_backward, default=0) for each in both)
+        rise = max(0, (after or ceil(before * ratio)) - (before or ceil(after / ratio)))
+        before, after = (0 if each is None else max(each.recomputed, default=0) for each in both)
+        return (max(0, after - before) if before and after else ceil((ratio - 1) * retained)), rise
 
     def _full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
         return self._readings.get((sizes, kind, self.base_option))
