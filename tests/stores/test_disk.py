@@ -135,6 +135,7 @@ def no_store_of_others() -> None:
     gc.unfreeze()
     gc.collect()
     until(lambda: not disk_threads())
+    gc.freeze()  # each test collects: after all other modules a second, else milliseconds
 
 
 @pytest.fixture(autouse=True)
