@@ -74,6 +74,7 @@ class Training:
         self.live = None if budget is None else LivePlan(self.model, budget, options, print)
         self.peaks: list[int] = []
         """Those of all updates, whether the planner measures them or not."""
+        self.meters = True
 
     def update(self, length: int) -> float:
         loss = self._loss(self.model, length)
@@ -104,7 +105,11 @@ class Training:
                 self.optimizer.zero_grad(set_to_none=self._gradients == "freed")
 
         for number, lengths in enumerate(updates):
-            self.peaks.append(peak_of(self.model, partial(run, number, lengths), [self.optimizer]))
+            update = partial(run, number, lengths)
+            if self.meters:
+                self.peaks.append(peak_of(self.model, update, [self.optimizer]))
+            else:
+                update()
             if self.live is not None:
                 self.live.end_step()
         return losses
@@ -124,9 +129,21 @@ VARIED = [24, 16, 24, 8, 24, 20, 24, 24, 16, 24]
 def unplanned(name: str, lengths: tuple[int, ...]) -> tuple[list[float], int, int]:
     """Returns the losses of a plain training, and the lowest and the highest peak of an update."""
     plain, full = Training(name), Training(name, "min")
+    plain.meters = full.meters = False
     losses = plain.run(lengths)
     assert full.run(lengths) == losses
     return losses, full.peak(24), plain.peak(24)
+
+
+@cache
+def unplanned_peaks(
+    name: str, updates: tuple[tuple[int, ...], ...], gradients: str = "freed", first_with_states: int = 0
+) -> tuple[list[float], list[int], list[int]]:
+    """Returns the losses of a plain training, and the peaks of all its updates under the lowest plan and under none."""
+    full, plain = Training(name, "min", gradients), Training(name, None, gradients)
+    losses = plain.run_accumulated(updates, first_with_states=first_with_states)
+    assert full.run_accumulated(updates, first_with_states=first_with_states) == losses
+    return losses, full.peaks, plain.peaks
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -134,10 +151,8 @@ def unplanned(name: str, lengths: tuple[int, ...]) -> tuple[list[float], int, in
 @pytest.mark.parametrize("gradients", ["zeros", "freed late"])
 def test_gradients_that_stay_from_the_first_update_on_are_counted(name: str, share: float, gradients: str) -> None:
     """``zero_grad(set_to_none=False)`` and SGD, which has no states: the second update begins with gradients."""
-    full, plain = Training(name, "min", gradients), Training(name, None, gradients)
-    losses = plain.run(EQUAL)
-    assert full.run(EQUAL) == losses
-    least, highest = min(full.peaks[-2:]), max(plain.peaks)
+    losses, full_peaks, plain_peaks = unplanned_peaks(name, tuple((length,) for length in EQUAL), gradients)
+    least, highest = min(full_peaks[-2:]), max(plain_peaks)
     budget = int(least + share * (highest - least))
     planned = Training(name, budget, gradients)
     assert planned.run(EQUAL) == losses
@@ -208,10 +223,10 @@ def test_no_update_exceeds_its_budget(name: str, share: float, lengths: list[int
 def test_gradients_and_states_that_come_later_count(
     updates: list[list[int]], first_with_states: int, share: float
 ) -> None:
-    plain, full = Training("gpt2"), Training("gpt2", "min")
-    losses = plain.run_accumulated(updates, first_with_states=first_with_states)
-    assert full.run_accumulated(updates, first_with_states=first_with_states) == losses
-    least, highest = max(full.peaks), max(plain.peaks)
+    losses, full_peaks, plain_peaks = unplanned_peaks(
+        "gpt2", tuple(map(tuple, updates)), first_with_states=first_with_states
+    )
+    least, highest = max(full_peaks), max(plain_peaks)
     planned = Training("gpt2", int(least + share * (highest - least)))
     assert planned.run_accumulated(updates, first_with_states=first_with_states) == losses
     assert max(planned.peaks) <= least + share * (highest - least), planned.peaks
