@@ -1,7 +1,8 @@
 """A plugin of the process that starts workers, loaded by ``conftest.py``: which tests run where, and failures at once.
 
 All tests of a file run on one worker, so that what they share is computed once: fixtures of a module, and caches. All
-files that start several processes do, since one set of ranks fills two cores. (`--dist loadgroup` of pytest-xdist 3.8
+files that start several processes do, since one set of ranks fills two cores, and all whose processes are forked from
+one that has imported what they need, which takes seconds. (`--dist loadgroup` of pytest-xdist 3.8
 does nothing under pytest 9.2, whose ids of tests cannot be changed.)
 """
 
@@ -14,8 +15,8 @@ from xdist.scheduler import LoadFileScheduling
 class FileScheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        has_ranks = "multi_process" in (self.config.rootpath / file).read_text(encoding="utf-8")
-        return "several processes" if has_ranks else file
+        text = (self.config.rootpath / file).read_text(encoding="utf-8")
+        return "several processes" if "multi_process" in text or "subprocess_runner" in text else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileScheduling | None:
