@@ -27,6 +27,7 @@ torch.set_num_threads(1)  # two workers on two cores
 # A tenth of the time of all tests was the collector's, which walks what a module has made every 70,000 objects. A test
 # that counts on it calls it.
 gc.set_threshold(10_000, 20, 20)
+gc.disable()  # until all is imported and collected, which it walks again and again
 
 _HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevice: str\b")
 _WARNINGS = ("does not have a deterministic implementation", "non-deterministic algorithm")
@@ -51,6 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture

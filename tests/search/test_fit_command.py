@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -181,16 +182,13 @@ def test_a_cluster_sets_the_time_of_collectives(tmp_path: Path, capsys: pytest.C
 def test_micro_batches_that_do_not_run_communicate_too() -> None:
     """DDP reduces gradients in the last micro-batch only; with ZeRO 3 each gathers weights."""
 
-    def plan_of(stage: Any, accumulation: Any) -> Any:
-        words = [*SPREAD["train.zero_optimization.stage 3"], f"train.num_accumulation_steps={accumulation}"]
-        words.append(FULL)
-        words = words if stage else [words[0], *words[-2:]]
-        with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
-            return steps.plan("4GiB")
+    def plan_of(way: str, accumulation: int) -> Plan:
+        more = [] if accumulation == 1 else [f"train.num_accumulation_steps={accumulation}"]  # 1 is the default
+        return planned(*SPREAD[way], *more).plan
 
-    one, three = (plan_of(0, accumulation).communication_seconds for accumulation in (1, 3))
+    one, three = (plan_of("ddp", accumulation).communication_seconds for accumulation in (1, 3))
     assert one == pytest.approx(three)
-    one, two, three = (plan_of(3, accumulation) for accumulation in (1, 2, 3))
+    one, two, three = (plan_of("train.zero_optimization.stage 3", accumulation) for accumulation in (1, 2, 3))
     each = two.communication_seconds - one.communication_seconds
     assert each > 0.4 * one.communication_seconds
     assert three.communication_seconds == pytest.approx(one.communication_seconds + 2 * each, rel=0.1)
@@ -212,17 +210,24 @@ SPREAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone() -> Plan:
-    with fake_steps_from("configs/quickstart.py", [*SMALL, FULL], device="h200") as steps:
-        return steps.plan("4GiB")
+class Planned(NamedTuple):
+    plan: Plan
+    values: dict[str, Any]
+    fused: list[bool | None]
+    """Of the groups of the optimizer."""
+
+
+@cache
+def planned(*words: str) -> Planned:
+    with fake_steps_from("configs/quickstart.py", [*SMALL, FULL, *words], device="h200") as steps:
+        fused = [group["fused"] for group in steps.optimizer.param_groups]
+        plan = steps.plan("4GiB")
+        return Planned(plan, steps.to_dict(plan), fused)
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_settings_that_spread_the_step_change_the_plan(name: str, alone: Plan) -> None:
-    with fake_steps_from("configs/quickstart.py", [*SMALL, FULL, *SPREAD[name]], device="h200") as steps:
-        plan = steps.plan("4GiB")
-        values = steps.to_dict(plan)
+def test_settings_that_spread_the_step_change_the_plan(name: str) -> None:
+    alone, (plan, values, _) = planned().plan, planned(*SPREAD[name])
     assert plan.plain_peak_bytes != alone.plain_peak_bytes
     assert plan.plain_step_seconds != alone.plain_step_seconds
     size = 4 if name == "dp x tp" else 2
@@ -243,9 +248,7 @@ def test_fused_optimizers_are_for_weights_that_are_sharded_alike() -> None:
     """PyTorch refuses one that gets DTensors and plain tensors, as tensor parallelism leaves them."""
     tensor, zero = SPREAD["train.dist.tensor_parallel_size"], SPREAD["train.zero_optimization.stage 3"]
     for words, kinds in (([], [True, True]), (tensor, [None, None]), ([*tensor, *zero], [True, True])):
-        with fake_steps_from("configs/quickstart.py", [*SMALL, FULL, *words], device="h200") as steps:
-            assert [group["fused"] for group in steps.optimizer.param_groups] == kinds
-            steps.plan("4GiB")
+        assert planned(*words).fused == kinds
 
 
 PIPELINE = ["model.config.n_layer=3", "train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"]
