@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ torch.set_num_threads(1)  # two workers on two cores
 # that counts on it calls it.
 gc.set_threshold(10_000, 20, 20)
 gc.disable()  # until all is imported and collected, which it walks again and again
+# pytest gives a handler to each logger that does not propagate. This one then writes out all graphs that are compiled.
+logging.getLogger("torch.__trace").propagate = True
 
 _HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevice: str\b")
 _WARNINGS = ("does not have a deterministic implementation", "non-deterministic algorithm")
