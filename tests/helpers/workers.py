@@ -2,11 +2,14 @@
 
 All tests of a file run on one worker, so that what they share is computed once: fixtures of a module, and caches. All
 files that start several processes do, since one set of ranks fills two cores, and all whose processes are forked from
-one that has imported what they need, which takes seconds. (`--dist loadgroup` of pytest-xdist 3.8
-does nothing under pytest 9.2, whose ids of tests cannot be changed.)
+one that has imported what they need, which takes seconds. (`--dist loadgroup` of pytest-xdist 3.8 does nothing under
+pytest 9.2, whose ids of tests cannot be changed.)
 """
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -15,8 +18,13 @@ from xdist.scheduler import LoadFileScheduling
 class FileScheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        text = (self.config.rootpath / file).read_text(encoding="utf-8")
-        return "several processes" if "multi_process" in text or "subprocess_runner" in text else file
+        return "several processes" if _starts_processes(self.config.rootpath / file) else file
+
+
+@cache
+def _starts_processes(file: Path) -> bool:
+    text = file.read_text(encoding="utf-8")
+    return "multi_process" in text or "subprocess_runner" in text
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileScheduling | None:
