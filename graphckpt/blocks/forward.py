@@ -239,7 +239,7 @@ class BlockForward(ForwardWrapper):
         # A recomputation follows the policies of its original forward, whatever has been switched since: else the ops
         # of an excluded child could count as ops of the block around it, and fill the holders of the ops behind it.
         is_on = self._was_on(run.frame.number) if run is not None and run.is_recomputation else self._is_on
-        if not (self._is_on or self._is_beneath) and (present := self._successor()) is not None:
+        if not (is_on or self._is_beneath) and (present := self._successor()) is not None:
             return present._run(args, kwargs)
         if self.compile_options is not None and is_on:
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)

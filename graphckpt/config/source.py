@@ -36,7 +36,7 @@ from graphckpt.train.settings import OLD_KEYS, TrainConfig
 # Note [From a file to a checked config]
 #
 #     load      the file, and the files that it imports                        train.seed: 7      # quickstart.py
-#     override  key=value, also of keys that do not exist: the schema says so  train.seed: 8      # command line
+#     override  key=value; the schema reports keys that do not exist           train.seed: 8      # command line
 #     rename    old keys, whether the file or an override has them
 #     shrink    with --fast-dev-run: needs the checked config, as sizes that   train.train_iter: 3    # --fast-dev-run
 #               are not set follow from others

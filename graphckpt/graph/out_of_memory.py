@@ -34,7 +34,7 @@ except ImportError:  # Windows
 #     restore
 #     _free        in this order: the traceback holds frames, and these the tensors of the step; captures hold pools;
 #                  then the collector can find what is left, and the allocator return it
-#     replan       for the memory that is free now; the step runs again
+#     replan       makes a plan for the memory that is free now, and the step runs again
 #     once more    with the plan of the lowest peak, if that was not enough; then the first error is raised, with notes
 
 _PHRASES = (
